@@ -46,16 +46,22 @@ class VaryingConditions(Conditions):
         epoch_noise_sd: σ of the log of such a factor for each epoch of a trial, drawn independently per epoch.
         landscapes: Landscapes of the recurrences, repeated cyclically, for a job that changes; otherwise empty.
         crash_chance: Chance that a trial crashes half way.
+        waited_shares: Share of its time for which each recurrence's run waits for a CPU core, repeated cyclically.
     """
 
     cost_noise_sd: float = 0.0
     epoch_noise_sd: float = 0.0
     landscapes: tuple[Landscape, ...] = ()
     crash_chance: float = 0.0
+    waited_shares: tuple[float, ...] = (0.0,)
 
     def landscape_at(self, recurrence: int) -> Landscape:
         """Return the landscape at a recurrence, counted from 0."""
         return self.landscapes[recurrence % len(self.landscapes)] if self.landscapes else self.landscape
+
+    def waited_share(self, recurrence: int) -> float:
+        """Return the share of its time for which a run of this recurrence waits for a CPU core."""
+        return self.waited_shares[recurrence % len(self.waited_shares)]
 
     def slowness(self, trial_number: int, draws: np.random.Generator) -> float:  # noqa: ARG002 - the hook's signature
         """Draw a factor on the time and energy of one trial."""
@@ -316,6 +322,15 @@ def _seasonal(job: MadeJob, recurrences: int) -> Case:
     return _made_case(job, recurrences, landscapes=year)
 
 
+def _loaded(job: MadeJob, recurrences: int) -> Case:
+    """Return a case on a machine whose other load is an AR(1) process, with factors of 1 to 10 on the time of a run."""
+    load, loads = 0.0, list[float]()
+    for shock in np.random.default_rng(sum(job.name.encode())).standard_normal(recurrences):
+        load = 0.8 * load + 0.6 * 1.2 * shock
+        loads.append(min(max(load, 0.0), math.log(10)))
+    return _made_case(job, recurrences, waited_shares=tuple(-math.expm1(-each) for each in loads))
+
+
 def _changing_gpu(job: MadeJob, recurrences: int) -> Case:
     return _changing(job, landscapes.on_faster_gpu(job), _GPU_CHANGE_AT, recurrences)
 
@@ -359,6 +374,13 @@ _MADE_ROWS = {
         "cost noise of 50 % from epoch to epoch, and of 2 % from run to run",
         case=partial(_made_case, cost_noise_sd=0.02, epoch_noise_sd=0.5),
     ),
+    "made-busy": _made_row(
+        "all runs wait for a core for half of their time", case=partial(_made_case, waited_shares=(0.5,))
+    ),
+    "made-busy-half": _made_row(
+        "every second run waits for a core for 60 % of its time", case=partial(_made_case, waited_shares=(0.0, 0.6))
+    ),
+    "made-busy-load": _made_row("other load slows runs up to tenfold, as an AR(1) process", case=_loaded),
 }
 
 ROWS = {

@@ -333,6 +333,7 @@ class _Contest:
         self._trials += 1
         needed = profile.epochs_to_target[int(self._draws.integers(len(profile.epochs_to_target)))]
         slowness = self._case.conditions.slowness(self._trials, self._draws)
+        slowness /= 1 - self._case.conditions.waited_share(recurrence)
         max_epochs = self._case.workload.max_epochs
         epochs = math.ceil(min(needed, max_epochs))
         factors = self._case.conditions.epoch_factors(epochs, self._draws)

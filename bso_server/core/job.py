@@ -443,7 +443,7 @@ def judge_report(
     A trial with an impossible cost (`policy.doubt`) ends as withdrawn, so that no decision rests on it. `history` is
     required if `policy.needs_bound`. `judged_by` and errors as in `policy.judge`.
     """
-    trial = revive_trial(trial)
+    trial = changed(revive_trial(trial), waited_share=waited_share)
     if history is not None and policy.needs_bound(job.registration, trial):
         trial = policy.bounded(history, trial, report)
     verdict = policy.judge(job.registration, trial, report, job.min_cost_j, judged_by=judged_by)
@@ -460,7 +460,6 @@ def judge_report(
         message=verdict.message,
         confirmed=verdict.rule.confirmed,
         energy_source=energy_source,
-        waited_share=waited_share,
         watched=trial.watched if watched is None else watched,
         reported_at=None if moment is None else moment.now,
         lease_expires_at=None if moment is None else moment.lease_end(trial),
@@ -591,6 +590,7 @@ class InMemoryJob:
         *,
         report_count: int | None = None,
         judged_by: StopRule | None = None,
+        waited_share: float | None = None,
     ) -> tuple[TrialRecord, Verdict]:
         """Judge a report of a trial in flight, and end the trial if the verdict says so.
 
@@ -601,7 +601,9 @@ class InMemoryJob:
         if report_count is not None:
             trial = changed(trial, report_count=report_count - 1)
         history = self.history if policy.needs_bound(self.state.registration, trial) else None
-        self.state, trial, verdict = judge_report(self.state, trial, report, history=history, judged_by=judged_by)
+        self.state, trial, verdict = judge_report(
+            self.state, trial, report, history=history, judged_by=judged_by, waited_share=waited_share
+        )
         self._keep(trial)
         return trial, verdict
 

@@ -38,6 +38,10 @@ class Conditions:
         """Return the `Landscape` of the recurrence with this number, counted from 0."""
         return self.landscape
 
+    def waited_share(self, recurrence: int) -> float:  # noqa: ARG002 - never busy
+        """Return the share of its time for which a run of this recurrence waits for a CPU core."""
+        return 0.0
+
     def slowness(self, trial_number: int, draws: np.random.Generator) -> float:  # noqa: ARG002 - no chance here
         """Return a factor on the time and energy of the trial with this number, counted from 1."""
         return 1.0
@@ -115,6 +119,7 @@ class _Run:
     profiles_limits: bool
     began_s: float
     attempts: int
+    waited_share: float
     slowness: float
     epoch_factors: NDArray[np.float64] | None
     crash_epoch: int | None
@@ -202,6 +207,7 @@ class Simulation:
             return False
         profile = self._conditions.landscape_at(recurrence).profiles[trial.batch_size]
         needed = profile.epochs_to_target[int(self._draws.integers(len(profile.epochs_to_target)))]
+        waited = self._conditions.waited_share(recurrence)
         run = _Run(
             recurrence,
             trial,
@@ -210,7 +216,8 @@ class Simulation:
             profiles_limits=trial.batch_size not in self._profiled,
             began_s=now_s,
             attempts=attempts + 1,
-            slowness=self._conditions.slowness(trial.trial_number, self._draws),
+            waited_share=waited,
+            slowness=self._conditions.slowness(trial.trial_number, self._draws) / (1 - waited),
             epoch_factors=self._conditions.epoch_factors(self._job.max_epochs, self._draws),
             crash_epoch=half_way(needed, self._job.max_epochs) if self._conditions.crashes(self._draws) else None,
         )
@@ -221,9 +228,10 @@ class Simulation:
     def _finish_by_default(self, recurrence: int) -> None:
         """Give up a recurrence; its owner still needs a model, and trains it at the default."""
         default = self._conditions.landscape_at(recurrence).default
+        slowness = 1 / (1 - self._conditions.waited_share(recurrence))
         self._played.unfinished += 1
-        self._played.costs_j[recurrence] += default.expected_cost_j
-        self._played.consumed[recurrence] += default.expected_consumption or Consumption()
+        self._played.costs_j[recurrence] += default.expected_cost_j * slowness
+        self._played.consumed[recurrence] += (default.expected_consumption or Consumption()) * slowness
 
     def _schedule(self, run: _Run, epochs: int) -> None:
         run.epochs = epochs
@@ -233,7 +241,11 @@ class Simulation:
         """Report the state of a run; return True if the run has ended."""
         report = run.report_at(run.epochs)
         run.trial, verdict = self._playing.judge(
-            run.trial.trial_number, report, report_count=run.epochs, judged_by=self._own_judgement(run, report)
+            run.trial.trial_number,
+            report,
+            report_count=run.epochs,
+            judged_by=self._own_judgement(run, report),
+            waited_share=run.waited_share,
         )
         if not verdict.stop and run.epochs != run.crash_epoch:
             next_epoch = self._next_epoch(run)

@@ -189,7 +189,10 @@ def played(
 
 def oracle_costs_j(conditions: Conditions, recurrences: int) -> list[float]:
     """Return the oracle's cost of each recurrence."""
-    return [conditions.landscape_at(recurrence).oracle.expected_cost_j for recurrence in range(recurrences)]
+    return [
+        conditions.landscape_at(recurrence).oracle.expected_cost_j / (1 - conditions.waited_share(recurrence))
+        for recurrence in range(recurrences)
+    ]
 
 
 def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:

@@ -352,7 +352,7 @@ def interval(share: Share) -> str:
 
 
 def of_busy(waited_share: float | None) -> str:
-    """Return a remark, with a remedy, on a run whose machine was busy; "" for other runs."""
+    """Return a remark on a run whose machine was busy; "" for other runs."""
     return sentence(busy_remark(waited_share) or "")
 
 

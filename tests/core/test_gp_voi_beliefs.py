@@ -36,7 +36,7 @@ TRIAL = TrialRecord(trial_number=1, batch_size=64, state=TrialState.RUNNING, ori
 
 
 def outcome(index: int, epochs: float, *, reached: bool = True, conclusive: bool = False) -> Outcome:
-    return Outcome(index, epochs, math.log(10), CostRun(math.log(10), epochs - 1), 1.0, reached, conclusive)
+    return Outcome(index, epochs, CostRun(math.log(10), 1), CostRun(math.log(10), epochs - 1), 1.0, reached, conclusive)
 
 
 def learned(outcomes: Sequence[Outcome], sizes: Sizes = SIZES) -> tuple[Belief, ...]:
@@ -106,7 +106,7 @@ def test_cost_of_epochs_uses_the_latest_eight_runs() -> None:
 
 
 def test_two_dear_runs_in_a_row_change_the_cost_of_epochs() -> None:
-    usual, dear = (replace(outcome(3, 10), cost=CostRun(cost, 9)) for cost in (2.0, 3.5))
+    usual, dear = (replace(outcome(3, 10), cost=CostRun(cost, 9, number=n)) for cost, n in ((2.0, 0), (3.5, 1)))
     elsewhere = replace(outcome(1, 10), cost=CostRun(2.1, 9))
     known = [elsewhere, elsewhere, usual, usual]
     # A single dear run may have been slowed.
@@ -115,7 +115,7 @@ def test_two_dear_runs_in_a_row_change_the_cost_of_epochs() -> None:
     assert not once[1].are_costs_guessed
     assert cost_posterior(SIZES, tuple(each.costs for each in once)).mean[3] == pytest.approx(2.0, abs=0.05)
     twice = learned([*known, dear, dear])
-    assert (twice[3].costs, twice[3].are_costs_guessed) == ((CostRun(3.5, 9),) * 2, False)
+    assert (twice[3].costs, twice[3].are_costs_guessed) == ((CostRun(3.5, 9, number=1),) * 2, False)
     # Whether the costs of other sizes have changed equally is open until their next runs.
     assert (twice[1].costs, twice[1].are_costs_guessed) == ((CostRun(2.1, 9, drift=1.5),), True)
     assert (twice[0], twice[2], twice[4]) == (once[0], once[2], once[4])
@@ -128,26 +128,26 @@ def test_two_dear_runs_in_a_row_change_the_cost_of_epochs() -> None:
 
 
 def test_jobs_with_single_epoch_runs_learn_from_first_epochs() -> None:
-    only_first = [replace(outcome(3, 1), cost=None, log_first_cost=value) for value in (2.0, 3.0)]
+    only_first = [replace(outcome(3, 1), cost=None, first=CostRun(value, 1)) for value in (2.0, 3.0)]
     belief = learned(only_first)[3]
     # The second run is not the first trial of any size, and may have no start-up.
     doubt = CONSTANTS.first_epoch_sd**2
     assert (belief.costs, belief.are_costs_guessed) == ((CostRun(2.0, 1), CostRun(3.0, 1, doubt=doubt)), True)
     assert belief.log_startup is None
     # A known start-up is subtracted, and the remainder weighs little; a longer run replaces this guess.
-    long = replace(outcome(3, 10), log_first_cost=3.0, cost=CostRun(2.0, 9))
-    guessed = learned([long, replace(outcome(2, 1), cost=None, log_first_cost=4.0)])[2]
+    long = replace(outcome(3, 10), first=CostRun(3.0, 1), cost=CostRun(2.0, 9))
+    guessed = learned([long, replace(outcome(2, 1), cost=None, first=CostRun(4.0, 1))])[2]
     assert guessed.costs == (CostRun(3.0, 1, doubt=CONSTANTS.first_epoch_sd**2),)
     assert guessed.are_costs_guessed
     known = guessed.costing(CostRun(2.5, 3))
     assert (known.costs, known.are_costs_guessed) == ((CostRun(2.5, 3),), False)
-    assert known.perhaps_costing(9.0, None) == known
+    assert known.perhaps_costing(CostRun(9.0, 1), None) == known
 
 
 def test_start_up_comes_from_the_nearest_size_with_a_known_start_up() -> None:
-    far = replace(outcome(0, 10), log_first_cost=4.0, cost=CostRun(1.0, 9))
-    near = replace(outcome(3, 10), log_first_cost=3.0, cost=CostRun(2.0, 9))
-    guessed = learned([far, near, replace(outcome(2, 1), cost=None, log_first_cost=4.0)])[2]
+    far = replace(outcome(0, 10), first=CostRun(4.0, 1), cost=CostRun(1.0, 9))
+    near = replace(outcome(3, 10), first=CostRun(3.0, 1), cost=CostRun(2.0, 9))
+    guessed = learned([far, near, replace(outcome(2, 1), cost=None, first=CostRun(4.0, 1))])[2]
     assert guessed.costs[0].log_cost == 3.0
 
 
@@ -238,27 +238,55 @@ def test_runs_on_a_busy_machine_are_not_taken_for_slowed_runs() -> None:
     assert found.means == pytest.approx((2 + noise).mean(axis=1), abs=0.1)
 
 
-def test_run_on_a_busy_machine_weighs_less_for_costs_but_not_for_epochs() -> None:
+def waiting(*runs: tuple[float, float]) -> CostRuns:
+    """Return runs of these log costs and shares of waiting, with the numbers of their trials."""
+    return tuple(
+        CostRun(cost, math.inf, number=number, waited_share=share) for number, (cost, share) in enumerate(runs)
+    )
+
+
+def test_run_weighs_less_the_more_its_waiting_differs_from_the_usual_waiting_of_the_job() -> None:
     job = make_job((32, 64), 64)
     steps = [Report(1.0, 10.0 * epoch, epoch, 0.5) for epoch in range(1, 6)]
     quiet = reduce(partial(after_report, job), steps, TRIAL)
     found = {}
-    for share in (None, 0.0, 0.19, 0.2, 0.5, 1.0):
+    for share in (None, 0.0, 0.2, 0.5, 1.0):
         trial = replace(quiet, waited_share=share, state=TrialState.COMPLETED)
         found[share] = after((Belief(),) * 2, job, trial)[1]
-    doubts = [belief.costs[0].doubt for belief in found.values()]
-    assert doubts == pytest.approx([0, 0, 0, math.log(0.8) ** 2, math.log(0.5) ** 2, math.log(0.01) ** 2])
+    assert [belief.costs[0].waited_share for belief in found.values()] == [0.0, 0.0, 0.2, 0.5, 1.0]
     assert len({belief.observed for belief in found.values()}) == 1
-    weights = [summary_of([belief.costs, runs_of(3.0, 3.0, 3.0)]).weights[0] for belief in found.values()]
+    idle, busy = (waiting(*[(3.0, share)] * 3) for share in (0.0, 0.5))
+    weights = [summary_of([belief.costs, idle]).weights[0] for belief in found.values()]
     assert weights == sorted(weights, reverse=True)
-    assert weights[0] > 2 * weights[3]
+    assert weights[0] > 2 * weights[2]
+    # If all runs wait alike, no run weighs less.
+    assert summary_of([found[0.5].costs, busy]) == summary_of([found[0.0].costs, idle])
+    assert summary_of([found[0.0].costs, busy]).weights[0] == pytest.approx(weights[3])
 
 
-def test_single_report_on_a_busy_machine_is_a_doubtful_guess() -> None:
-    job = make_job((32, 64), 64)
-    trial = after_report(job, TRIAL, Report(1.0, 10.0, 1, 1.0))
-    busy = replace(trial, waited_share=0.5, state=TrialState.COMPLETED)
-    assert after((Belief(),) * 2, job, busy)[1].costs == (CostRun(math.log(10), 1, doubt=math.log(0.5) ** 2),)
+def test_change_is_seen_among_runs_on_machines_as_busy_as_in_the_last_run() -> None:
+    calm, busy = (2.0, 0.0), (3.1, 0.5)
+    assert change_of([waiting(busy, busy, calm, calm)], 0) is None
+    assert change_of([waiting(busy, busy, calm, calm, busy, calm)], 0) is None
+    change = change_of([waiting(busy, busy, calm, (4.5, 0.5), calm, (4.5, 0.5))], 0)
+    assert change == pytest.approx(1.4)
+
+
+def test_costs_measured_since_a_change_are_kept() -> None:
+    """A change of the cost at one size makes only older costs of the other sizes a guess."""
+
+    def ended(index: int, cost: float, number: int) -> Outcome:
+        return replace(outcome(index, 10), cost=CostRun(cost, 9, number=number))
+
+    before = [ended(1, 2.1, 1), ended(2, 2.2, 2), ended(3, 2.0, 3), ended(3, 2.0, 4)]
+    beliefs = learned([*before, ended(3, 3.5, 5), ended(1, 2.1, 6), ended(3, 3.5, 7)])
+    assert (beliefs[1].costs, beliefs[1].are_costs_guessed) == ((CostRun(2.1, 9, number=6),), False)
+    assert (beliefs[2].costs, beliefs[2].are_costs_guessed) == ((CostRun(2.2, 9, drift=1.5, number=2),), True)
+    assert [run.number for run in beliefs[3].costs] == [5, 7]
+    # This run shows that the cost at 16 has not changed, so that the cost at 32 has hardly changed.
+    found = cost_posterior(SIZES, tuple(each.costs for each in beliefs))
+    alike = cost_posterior(SIZES, tuple(each.costs for each in learned([*before, ended(3, 3.5, 5), ended(3, 3.5, 7)])))
+    assert found.mean[2] < alike.mean[2] - 0.3
 
 
 def test_variance_of_a_size_equals_the_prior_before_two_runs() -> None:
@@ -322,6 +350,7 @@ absurd_runs = st.builds(
     freedom=st.integers(0, 1000).map(float),
     doubt=st.floats(0, 1),
     drift=st.sampled_from([0.0, 0.5, -3.0, 700.0]),
+    waited_share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
 )
 
 
@@ -369,7 +398,7 @@ def test_trial_records_the_unevenness_of_epoch_costs() -> None:
     whole = 10**2 + 2 * 16**2 + 0.5 * 12**2 - 48**2 / 3.5
     assert deviations_j2 == [0, 0, pytest.approx(10**2 + 2 * 16**2 - 42**2 / 3), pytest.approx(whole)]
     run = CostRun.of(life.job, trial)
-    assert run == pytest.approx(CostRun(math.log(48 / 3.5), 3.5, whole / (48 / 3.5) ** 2, 2))
+    assert run == pytest.approx(CostRun(math.log(48 / 3.5), 3.5, whole / (48 / 3.5) ** 2, 2, number=trial.trial_number))
     # A repeated report of the same epoch adds no information.
     again = after_report(life.job, trial, Report(1.0, 99.0, 4.5, 0.0))
     assert again.deviations == trial.deviations
@@ -382,7 +411,7 @@ def test_trial_begun_under_an_earlier_version_contributes_only_a_mean() -> None:
         trial = after_report(life.job, trial, Report(1.0, 10.0 * epoch**2, epoch, 0.0))
     from_before = after_report(life.job, replace(trial, deviations=None), Report(1.0, 160.0, 4, 0.0))
     assert from_before.deviations is None
-    assert CostRun.of(life.job, from_before) == pytest.approx(CostRun(math.log(50), 3))
+    assert CostRun.of(life.job, from_before) == pytest.approx(CostRun(math.log(50), 3, number=trial.trial_number))
     # Another rank's larger totals change only the mean.
     later = after_other_rank(trial, Report(1.0, 100.0, 3, 0.0))
     assert later.deviations == trial.deviations

@@ -19,6 +19,7 @@ from benchmarks.reports import entry, read_policy_results
 from benchmarks.tables import policy_tables
 from bso_server.core.model import EpochBound, Expectations, ExpectedCost, History, Suggestion
 from bso_server.core.policy import Policy, given
+from bso_server.simulate import results
 from bso_server.simulate.results import Setting, landscape_of
 from bso_server.simulate.workload import Landscape
 from tests.support.simulated import WORKLOAD, only
@@ -91,7 +92,13 @@ def made_cases(row: str) -> list[Case]:
 
 def test_rows_of_generated_landscapes_are_literal() -> None:
     made = [name for name, row in ROWS.items() if row.is_made]
-    assert len(made) == 14
+    assert len(made) == 17
+    shares = {row: made_cases(row)[0].conditions.waited_shares for row in ("made-busy", "made-busy-half")}
+    assert shares == {"made-busy": (0.5,), "made-busy-half": (0.0, 0.6)}
+    loads = np.array([case.conditions.waited_shares for case in made_cases("made-busy-load")])
+    assert (loads.shape, loads.min(), loads.max()) == ((60, 100), 0.0, pytest.approx(0.9))
+    # Clipped at 0 from a normal process of standard deviation 1.2, with a correlation of 0.8 between recurrences.
+    assert (loads == 0).mean() == pytest.approx(0.5, abs=0.05)
     for case in made_cases("default-best"):
         at = case.conditions.landscape
         assert at.default.batch_size == at.oracle.batch_size
@@ -102,6 +109,19 @@ def test_rows_of_generated_landscapes_are_literal() -> None:
     assert crashing.landscape.oracle.expected_cost_j / plain.landscape.oracle.expected_cost_j == pytest.approx(
         1 + 0.5 / 19
     )
+
+
+def test_waiting_runs_take_longer_and_so_do_the_oracles() -> None:
+    conditions = cases.VaryingConditions(sizes_of(JOB), waited_shares=(0.0, 0.75))
+    case = replace(case_of(JOB.workload(), Setting(recurrences=4)), conditions=conditions)
+    job = case.play("gp_voi", 0)
+    shares = [trial.record.waited_share for trial in job.trials if not trial.recurrence % 2 or trial.recurrence == 1]
+    assert set(shares) == {0.0, 0.75}
+    assert results.oracle_costs_j(conditions, 4) == pytest.approx([15000, 60000] * 2, rel=0.02)
+    for trial in job.trials[2:]:
+        epoch_j = conditions.landscape.profiles[trial.record.batch_size].epoch_j * (4 if trial.recurrence % 2 else 1)
+        assert trial.cost_j / trial.record.epoch == pytest.approx(epoch_j, rel=0.05)
+    assert paid(case, "default", 0).costs_j[1] > 3 * paid(case, "default", 0).costs_j[0]
 
 
 def test_changing_rows_are_literal(monkeypatch: pytest.MonkeyPatch) -> None:

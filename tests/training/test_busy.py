@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,10 +14,8 @@ from zeus_plugins.energy import Measurement, processes
 from zeus_plugins.training.trial import TrialInfo
 
 TRIAL = TrialInfo(job_id="job-1", batch_size=64, trial_number=1)
-REMARK = (
-    "on a busy machine: it waited 40% of its time for a core; set OMP_NUM_THREADS=1 or torch.set_num_threads(1), or "
-    "run it at another hour"
-)
+REMARK = "on a busy machine: it waited 40% of its time for a core"
+REMEDY = "; set OMP_NUM_THREADS=1 or torch.set_num_threads(1), or run it at another hour"
 
 
 def test_share_of_waiting_is_reported_and_survives_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,8 +29,17 @@ def test_share_of_waiting_is_reported_and_survives_a_checkpoint(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("waited_s", "remark"), [(None, None), (0.0, None), (1.9, None), (4.0, REMARK)])
-def test_remark_on_a_busy_machine_has_a_remedy(waited_s: float | None, remark: str | None) -> None:
-    trial = TRIAL.plus(Measurement(10.0, 50.0, "rapl"), waited_s)
+def test_long_waiting_for_a_core_causes_a_remark(waited_s: float | None, remark: str | None) -> None:
+    trial = TRIAL.plus(Measurement(10.0, 50.0, "rapl"), waited_s).model_copy(update={"trial_number": 2})
+    assert trial.busy_remark == remark
+
+
+@pytest.mark.parametrize(("threads", "number", "remark"), [(2, 1, REMARK + REMEDY), (1, 1, REMARK), (2, 2, REMARK)])
+def test_remedy_is_said_once_per_job_if_torch_uses_several_threads(
+    monkeypatch: pytest.MonkeyPatch, threads: int, number: int, remark: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(get_num_threads=lambda: threads))
+    trial = TRIAL.plus(Measurement(10.0, 50.0, "rapl"), 4.0).model_copy(update={"trial_number": number})
     assert trial.busy_remark == remark
 
 

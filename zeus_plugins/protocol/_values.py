@@ -160,13 +160,8 @@ def is_busy(waited_share: float | None) -> bool:
 
 
 def busy_remark(waited_share: float | None) -> str | None:
-    """Return a remark, with a remedy, on a training that a busy machine has slowed; None for other trainings."""
-    if not is_busy(waited_share):
-        return None
-    return (
-        f"on a busy machine: it waited {waited_share:.0%} of its time for a core; set OMP_NUM_THREADS=1 or "
-        "torch.set_num_threads(1), or run it at another hour"
-    )
+    """Return a remark on a training that a busy machine has slowed; None for other trainings."""
+    return f"on a busy machine: it waited {waited_share:.0%} of its time for a core" if is_busy(waited_share) else None
 
 
 def faults_in_words(error: ValidationError, *, most: int | None = None) -> str:

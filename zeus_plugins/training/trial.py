@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -131,8 +132,14 @@ class TrialInfo(WireMessage):
 
     @property
     def busy_remark(self) -> str | None:
-        """A remark on a training that a busy machine has slowed, with a remedy; None for another."""
-        return busy_remark(self.waited_share)
+        """A remark on a training that a busy machine has slowed; None for another.
+
+        The job's first trial also names a remedy, if torch uses several threads.
+        """
+        remark, torch = busy_remark(self.waited_share), sys.modules.get("torch")
+        if remark is None or self.trial_number != 1 or torch is None or torch.get_num_threads() == 1:
+            return remark
+        return f"{remark}; set OMP_NUM_THREADS=1 or torch.set_num_threads(1), or run it at another hour"
 
     @property
     def converged(self) -> bool:

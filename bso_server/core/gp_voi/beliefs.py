@@ -19,8 +19,8 @@ from bso_server.core.gp_voi.gaussian_process import (
     moments_given_larger,
 )
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, bounded_exp, laws
-from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, doubt_of
-from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short, log_costs_per_epoch
+from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, comparable
+from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short
 from zeus_plugins.protocol import CreatedJob, EndReason, LearnedEpochs, Origin, TrialState
 
 # A pseudo-observation with a smaller weight is not stored.
@@ -153,20 +153,24 @@ class Belief:
         costs = () if self.are_costs_guessed else self.costs
         return replace(self, costs=(*costs, run)[-CONSTANTS.most_cost_runs :], are_costs_guessed=False)
 
-    def perhaps_costing(self, log_first_cost: float, log_startup: float | None, doubt: float = 0.0) -> Belief:
+    def perhaps_costing(self, first: CostRun, log_startup: float | None) -> Belief:
         """Add a guess from a trial with a single report, unless the cost of an epoch is known already.
 
-        `log_first_cost` is the log of the cost (J) of an epoch until that report, and `log_startup` the log of the
-        start-up's factor on it; None if that factor is not known. `doubt` is as in `Outcome`.
+        `log_startup` is the log of the start-up's factor on the cost until that report; None if it is not known.
         """
         if not self.are_costs_guessed:
             return self
-        doubt += 0.0 if log_startup is None else CONSTANTS.first_epoch_sd**2
-        run = CostRun(log_first_cost - (log_startup or 0.0), 1.0, doubt=doubt)
-        return replace(self, costs=(*self.costs, run)[-CONSTANTS.most_cost_runs :])
+        if log_startup is not None:
+            first = first._replace(log_cost=first.log_cost - log_startup, doubt=CONSTANTS.first_epoch_sd**2)
+        return replace(self, costs=(*self.costs, first)[-CONSTANTS.most_cost_runs :])
 
-    def drifting(self, drift: float) -> Belief:
-        """Keep the latest cost only, as a guess, after the log costs of another size have changed by `drift`."""
+    def drifting(self, drift: float, since: int) -> Belief:
+        """Keep the costs since trial `since`, at which the log costs of a size began to change by `drift`.
+
+        Without such costs, keep the latest cost, as a guess.
+        """
+        if later := tuple(run for run in self.costs if run.number >= since):
+            return replace(self, costs=later)
         costs = tuple(run._replace(drift=run.drift + drift) for run in self.costs[-1:])
         return replace(self, costs=costs, are_costs_guessed=True)
 
@@ -194,23 +198,21 @@ class Outcome:
     Attributes:
         index: Index of its batch size.
         epochs: Epochs that it ran.
-        log_first_cost: Log of the cost of an epoch (J) until the first report; None if that was 0.
+        first: Evidence about the cost of an epoch until the first report; None if that cost was 0.
         cost: Evidence about the cost of an epoch since the first report; None if there was no later report.
         epoch_step: Epochs between two of its validations.
         reached: True if it reached the target.
         conclusive: True if it had all the epochs that it may have needed, so that missing the target is a failure.
             Otherwise a trial without the target was stopped early, and shows only that it needed more epochs.
-        doubt: Variance of the log costs that a busy machine adds.
     """
 
     index: int
     epochs: float
-    log_first_cost: float | None
+    first: CostRun | None
     cost: CostRun | None
     epoch_step: float
     reached: bool
     conclusive: bool
-    doubt: float = 0.0
 
 
 def begun(job: CreatedJob) -> Beliefs:
@@ -319,23 +321,24 @@ def expected_startup(sizes: Sizes, beliefs: Beliefs, index: int) -> float | None
 
 def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     """Add the trial's cost of an epoch; a trial with a single report gives only a guess."""
-    index, first, later = outcome.index, outcome.log_first_cost, outcome.cost
+    index, first, later = outcome.index, outcome.first, outcome.cost
     belief = replace(beliefs[index], epoch_step=min(outcome.epoch_step, 1.0), crashed=0)
     if later is None:
         if first is not None:
             # Only the first trial of a size tries power limits, so a later trial needs no such correction.
             startup = 0.0 if belief.has_cost else expected_startup(sizes, beliefs, index)
-            belief = belief.perhaps_costing(first, startup, outcome.doubt)
+            belief = belief.perhaps_costing(first, startup)
         return beliefs_with(beliefs, belief, index)
     if not belief.has_cost and first is not None:
-        belief = replace(belief, log_startup=first - later.log_cost)
+        belief = replace(belief, log_startup=first.log_cost - later.log_cost)
     beliefs = beliefs_with(beliefs, belief.costing(later), index)
     change = change_of([belief.costs for belief in beliefs], index)
     if change is None:
         return beliefs
-    # Costs of other sizes become guesses: `cost_posterior` weighs whether all sizes have changed alike.
-    latest = replace(beliefs[index], costs=beliefs[index].costs[-2:])
-    return beliefs_with(tuple(each.drifting(change) for each in beliefs), latest, index)
+    # Costs from before the change become guesses: `cost_posterior` weighs whether all sizes have changed alike.
+    costs = beliefs[index].costs
+    first, _ = comparable(costs, costs[-1])[-2:]
+    return tuple(each.drifting(change, first.number) for each in beliefs)
 
 
 def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: float) -> Beliefs:
@@ -446,12 +449,11 @@ def after(beliefs: Beliefs, job: CreatedJob, trial: TrialRecord) -> Beliefs:
         outcome = Outcome(
             index=index,
             epochs=trial.epoch,
-            log_first_cost=None if trial.other_gpus else log_costs_per_epoch(job, trial)[0],
+            first=None if trial.other_gpus else CostRun.until_first(job, trial),
             cost=cost,
             epoch_step=trial.epoch / trial.report_count,
             reached=trial.state is TrialState.COMPLETED,
             conclusive=not is_cut and (is_exhausted or trial.origin is Origin.INCUMBENT),
-            doubt=doubt_of(trial),
         )
         ended = after_outcome(Sizes.of(job), beliefs, outcome)
         # A trial with fewer epochs than the job allows now has not missed the target.

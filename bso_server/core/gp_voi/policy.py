@@ -37,7 +37,6 @@ from bso_server.core.model import (
     Suggestion,
     TrialRecord,
     advice_in_words,
-    log_costs_per_epoch,
 )
 from bso_server.core.policy import Memory, Policy
 from bso_server.core.quality import left_out
@@ -124,11 +123,12 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     if run is None and belief.are_costs_guessed:
         if trial.report_count > 1:
             return unbounded(job.max_epochs)
-        log_first_j, _ = log_costs_per_epoch(job, trial)
+        first = CostRun.until_first(job, trial)
         startup = None if belief.has_cost else expected_startup(Sizes.of(job), beliefs, index)
-        if startup is None or log_first_j is None:
+        if startup is None or first is None:
             return None
-        run, is_guess = CostRun(log_first_j - startup - CONSTANTS.startup_sd, math.inf), True
+        log_cost, is_guess = first.log_cost - startup - CONSTANTS.startup_sd, True
+        run = first._replace(log_cost=log_cost, epochs=math.inf)
     if run is not None:
         beliefs = beliefs_with(beliefs, belief.costing(run), index)
     forecast = Forecast.of(history, beliefs, others, trusted=index)
@@ -406,7 +406,7 @@ def check(job: CreatedJob) -> None:
 
 
 POLICY = Policy(
-    version="5",
+    version="6",
     suggest=suggest,
     explain=explain,
     expectations=expectations,

@@ -51,8 +51,10 @@ class CostRun(NamedTuple):
         deviations: Relative spread of the costs of these epochs: ``Σ e · (r/m − 1)²`` over the reports after the first,
             with e, r and m as in `Deviations`, for costs.
         freedom: Degrees of freedom of `deviations`: number of reports after the first, less one.
-        doubt: Variance of log_cost for other reasons, such as a busy machine.
+        doubt: Variance of log_cost for other reasons, such as a start-up.
         drift: Change of the log costs of another size since this run; 0 if none.
+        number: Number of the trial.
+        waited_share: Share of its time for which the run waited for a CPU core.
     """
 
     log_cost: float
@@ -61,19 +63,30 @@ class CostRun(NamedTuple):
     freedom: float = 0.0
     doubt: float = 0.0
     drift: float = 0.0
+    number: int = 0
+    waited_share: float = 0.0
 
     @classmethod
     def of(cls, job: CreatedJob, trial: TrialRecord) -> Self | None:
         """Return the evidence of a trial since its first report, or None."""
         _, log_cost = log_costs_per_epoch(job, trial)
+        run = cls._at(trial, log_cost, trial.epoch - trial.first_epoch)
+        deviations_j2 = cost_deviations_j2(job, trial)
+        if run is None or log_cost is None or deviations_j2 is None:
+            return run
+        deviations = min(deviations_j2 * bounded_exp(-2 * log_cost), _LARGEST_DEVIATIONS)
+        return run._replace(deviations=deviations, freedom=max(trial.report_count - 2.0, 0.0))
+
+    @classmethod
+    def until_first(cls, job: CreatedJob, trial: TrialRecord) -> Self | None:
+        """Return the evidence of a trial until its first report, its start-up included, or None."""
+        return cls._at(trial, log_costs_per_epoch(job, trial)[0], 1.0)
+
+    @classmethod
+    def _at(cls, trial: TrialRecord, log_cost: float | None, epochs: float) -> Self | None:
         if log_cost is None:
             return None
-        epochs, deviations_j2 = trial.epoch - trial.first_epoch, cost_deviations_j2(job, trial)
-        doubt = doubt_of(trial)
-        if deviations_j2 is None:
-            return cls(log_cost, epochs, doubt=doubt)
-        deviations = min(deviations_j2 * bounded_exp(-2 * log_cost), _LARGEST_DEVIATIONS)
-        return cls(log_cost, epochs, deviations, max(trial.report_count - 2.0, 0.0), doubt)
+        return cls(log_cost, epochs, number=trial.trial_number, waited_share=trial.waited_share or 0.0)
 
     def drifted(self, share: float) -> CostRun:
         """Return the evidence as if the run's own size had changed by this share of the drift; the rest adds doubt."""
@@ -83,17 +96,6 @@ class CostRun(NamedTuple):
     def variance(self, epoch_variance: float) -> float:
         """Return the variance of the log cost within the run, given the relative variance of a single epoch."""
         return min(epoch_variance / self.epochs + self.doubt, _LARGEST_VARIANCE)
-
-
-def doubt_of(trial: TrialRecord) -> float:
-    """Return the variance of a trial's log costs of an epoch because the machine was busy; 0 if it was not.
-
-    A run that waited a share s of its time for a CPU core would have taken 1 - s of its time on an idle machine, if
-    waiting was its only delay. The log of this factor serves as a standard deviation. Epochs until the target do not
-    depend on the machine.
-    """
-    share = trial.waited_share
-    return math.log1p(-min(share, _MOST_WAITED)) ** 2 if share is not None and is_busy(share) else 0.0
 
 
 CostRuns: TypeAlias = tuple[CostRun, ...]
@@ -119,6 +121,7 @@ class CostSummary:
 
 def summary_of(sizes: Sequence[CostRuns]) -> CostSummary:
     """Summarise the runs of every size."""
+    sizes = _with_doubts(sizes)
     within = epoch_variance(sizes)
     variance = run_variance(sizes, within)
     owners = np.array([place for place, runs in enumerate(sizes) for _ in runs], dtype=np.intp)
@@ -176,8 +179,11 @@ def change_of(sizes: Sequence[CostRuns], index: int) -> float | None:
 
     A single slowed run is rare. Two in a row are as rare as a change of the job (longer texts, more data, another
     machine). So a change requires two runs in a row that both cost more, or both cost less, than at least two runs
-    before them.
+    before them, all of them `comparable`.
     """
+    if not sizes[index]:
+        return None
+    sizes = [comparable(runs, sizes[index][-1]) for runs in sizes]
     before, latest = sizes[index][:-2], sizes[index][-2:]
     if len(before) < _RUNS_BEFORE:
         return None
@@ -190,20 +196,38 @@ def change_of(sizes: Sequence[CostRuns], index: int) -> float | None:
     return float(off.min()) if (slowed > regular).all() else None
 
 
+def comparable(runs: CostRuns, last: CostRun) -> CostRuns:
+    """Return the runs on busy machines if the run `last` was on a busy machine, otherwise the other runs."""
+    return tuple(run for run in runs if is_busy(run.waited_share) is is_busy(last.waited_share))
+
+
 def drift_of(job: CreatedJob, runs: Sequence[CompletedRun]) -> float | None:
     """Return the share by which the last two runs cost more (negative: less) than the runs before them, or None.
 
-    Only runs at the batch size of the last run count, and no runs on busy machines. None means that the change may be
-    chance: `change_of` reports a change only if each of the last two runs deviates as far as a slowed run would.
+    Only runs at the batch size of the last run count. None means that the change may be chance, as in `change_of`.
     """
-    if not runs or is_busy(runs[-1].waited_share):
+    alike = [run for run in runs if run.batch_size == runs[-1].batch_size][-_DRIFT_RUNS:]
+    costs_j = [job.cost_j(time_s=run.time_s, energy_j=run.energy_j) for run in alike]
+    if min(costs_j, default=0.0) <= 0:
         return None
-    alike = [run for run in runs if run.batch_size == runs[-1].batch_size and not is_busy(run.waited_share)]
-    costs_j = [job.cost_j(time_s=run.time_s, energy_j=run.energy_j) for run in alike[-_DRIFT_RUNS:]]
-    if min(costs_j) <= 0:
-        return None
-    change = change_of([tuple(CostRun(math.log(cost_j), 1.0) for cost_j in costs_j)], 0)
+    logs = zip(alike, map(math.log, costs_j), strict=True)
+    change = change_of([tuple(CostRun(log, 1.0, waited_share=run.waited_share or 0.0) for run, log in logs)], 0)
     return None if change is None else math.expm1(change)
+
+
+def _with_doubts(sizes: Sequence[CostRuns]) -> list[CostRuns]:
+    """Add to the doubt of each run by how much its waiting differs from the job's usual waiting, as a variance.
+
+    A run that waited a share s of its time took 1/(1 - s) times as long, if waiting was its only delay. The logs of
+    these factors are compared with their median.
+    """
+    logs = sorted(_log_slowness(run) for runs in sizes for run in runs)
+    usual = logs[(len(logs) - 1) // 2] if logs else 0.0
+    return [tuple(run._replace(doubt=run.doubt + (_log_slowness(run) - usual) ** 2) for run in runs) for runs in sizes]
+
+
+def _log_slowness(run: CostRun) -> float:
+    return -math.log1p(-min(run.waited_share, _MOST_WAITED))
 
 
 def _center(runs: CostRuns) -> float:
