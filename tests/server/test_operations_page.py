@@ -6,17 +6,13 @@ import ast
 import re
 import shlex
 import shutil
-import sqlite3
 import subprocess
 import sys
-import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import yaml
 from sqlalchemy.engine import make_url
 
 from tests.support.databases import POSTGRES_URL, empty_database, fresh_database
@@ -78,50 +74,6 @@ def test_sqlite_file_is_backed_up_in_use_and_restored(server: ServerProcess, tmp
     run("cp /backup/bso.sqlite3", names)
     server.start()
     check_restored(server, trial)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("litestream") is None, reason="needs litestream")
-def test_litestream_restores_a_commit_made_after_a_restart_of_the_server(server: ServerProcess, tmp_path: Path) -> None:
-    """Use the configuration on the page, with a folder instead of the object store."""
-    trial = begun(server)
-    file, copies = make_url(server.database_url).database or "", tmp_path / "copies"
-    (written,) = re.findall(r"```yaml\n(dbs:.*?)```", PAGE, re.DOTALL)
-    configuration = yaml.safe_load(written)
-    (database,) = configuration["dbs"]
-    assert database["path"] == "/var/lib/zeus-bso/bso.sqlite3"
-    assert database["replica"].pop("type") == "s3"
-    del database["replica"]["bucket"]
-    database["path"] = file
-    database["replica"] |= {"type": "file", "path": str(copies)}
-    (tmp_path / "litestream.yml").write_text(yaml.safe_dump(configuration))
-    litestream = ["litestream", "{}", "-config", str(tmp_path / "litestream.yml")]
-    with (tmp_path / "litestream.log").open("w") as log:
-        replicating = subprocess.Popen([part.format("replicate") for part in litestream], stdout=log, stderr=log)
-    try:
-        server.stop()
-        server.start()  # restart as an upgrade does, while Litestream keeps running
-        httpx.patch(f"{server.url}/trials", json=trial).raise_for_status()
-        deadline = time.monotonic() + 60
-        while not (copies.exists() and "failed" in restored_states(litestream, file, tmp_path)):
-            assert time.monotonic() < deadline, (tmp_path / "litestream.log").read_text()
-            time.sleep(1)
-    finally:
-        replicating.kill()
-        replicating.wait()
-    verified = bso_server("db", "verify", "--database-url", f"sqlite:///{tmp_path / 'restored.sqlite3'}")
-    assert (verified.returncode, verified.stderr) == (0, "")
-
-
-def restored_states(litestream: list[str], file: str, folder: Path) -> list[str]:
-    """Restore into a new file as the page describes; return the states of its trials, or none before the first copy."""
-    restored = folder / "restored.sqlite3"
-    restored.unlink(missing_ok=True)
-    command = [part.format("restore") for part in litestream]
-    if subprocess.run([*command, "-o", str(restored), file], capture_output=True, check=False).returncode:
-        return []
-    with closing(sqlite3.connect(restored)) as connection:
-        return [state for (state,) in connection.execute("SELECT state FROM trials")]
 
 
 @pytest.mark.slow

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.support import ROOT
 from tests.support.master_training import MAX_POWER_W
 from zeus_plugins.master import Job, MasterState, Run, ZeusMaster
-from zeus_plugins.master.executors import Executor, Launch
+from zeus_plugins.master.executors import Executor
 from zeus_plugins.protocol import GpuConfig
 
 GPUS = GpuConfig(max_power=MAX_POWER_W, number_of_gpus=1, gpu_model="none")
@@ -87,34 +86,7 @@ result = {"energy": 30.0, "time": 0.5, "cost": 40.0, "num_epochs": 20, "reached"
 
 
 REACHES = WRITES_A_RESULT + "open(where, 'w').write(json.dumps(result))"
-
-
-WAITS = "import os, time\nprint('waits')\nwhile not os.path.exists(os.environ['GO']): time.sleep(0.05)\nprint('ends')"
 """Ends once there is the file that GO names."""
-
-
-def wait_for(condition: Callable[[], object], limit_s: float = 120.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def launch_of(tmp_path: Path, program: str) -> Launch:
-    command = python_job(program).command_line(64, 0.5, 1)
-    return Launch(command, None, {"GO": str(tmp_path / "go")}, tmp_path / "rec01+try01.train.log")
-
-
-def adopted(executor: Executor, launch: Launch) -> str:
-    """Adopt a running `WAITS` and return its output, letting it end after its first output."""
-    seen: list[str] = []
-
-    def show(text: str) -> None:
-        seen.append(text)
-        Path(launch.environ["GO"]).touch()
-
-    assert executor.adopt(launch, show)
-    return "".join(seen)
 
 
 def assert_runs_are_jobs(executor: Executor, tmp_path: Path) -> Path:
