@@ -83,13 +83,23 @@ def ab(kind: str, number: int, pairs: int, state: State) -> tuple[SavingsView, C
     default, best = savings.default_batch_size, savings.batch_size
     if best is None or best == default:
         return savings, None
-    steps = runs_in_turn(kind, (default, best), pairs)
+    return savings, ab_test(kind, (default, best), pairs, state)
+
+
+def ab_test(kind: str, sizes: tuple[int, int], pairs: int, state: State) -> Compared:
+    """Train alternately at the default and at the best size, without the callback, and compare the costs.
+
+    Raises:
+        BenchmarkError: A training broke, or missed the target.
+    """
+    steps = runs_in_turn(kind, sizes, pairs)
     measure(steps, state, say=_say)
     spent: dict[str, list[float]] = {step.who: [] for step in steps}
     for step in sorted(steps, key=lambda step: step.number):
         (record,) = state.of(step.key)
         spent[step.who].append(record["fit_cpu_s"])
-    return savings, compared(spent[f"only {default}"], spent[f"only {best}"])
+    default, best = sizes
+    return compared(spent[f"only {default}"], spent[f"only {best}"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

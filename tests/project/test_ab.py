@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ab import ab, compared, runs_in_turn
+from benchmarks.ab import ab, ab_test, compared, runs_in_turn
 from benchmarks.recurrences.harness import State
 
 
@@ -25,12 +25,17 @@ def test_sizes_train_in_turn_without_the_callback() -> None:
     assert not any(step.order.with_callback for step in steps)
 
 
+def test_costs_of_recorded_runs_are_compared_by_size(tmp_path: Path) -> None:
+    state = State(tmp_path)
+    for step, cpu_s in zip(runs_in_turn("digits", (32, 128), 3), (10.0, 20.0, 22.0, 11.0, 12.0, 24.0), strict=True):
+        state.add({"key": step.key, "state": "bare", "fit_cpu_s": cpu_s})
+    found = ab_test("digits", (32, 128), 3, state)
+    assert (found.default_s, found.best_s) == ([20.0, 22.0, 24.0], [10.0, 11.0, 12.0])
+    assert found.middle == pytest.approx(0.5)
+
+
 @pytest.mark.slow
-def test_job_and_ab_test_really_train(tmp_path: Path) -> None:
-    savings, found = ab("tabular", number=2, pairs=3, state=State(tmp_path))
-    assert savings.recurrences == 2
-    if found is None:
-        assert savings.batch_size == savings.default_batch_size
-    else:
-        assert len(found.default_s) == len(found.best_s) == 3
-        assert min(found.default_s + found.best_s) > 0
+def test_job_that_has_only_tried_the_default_needs_no_ab_test(tmp_path: Path) -> None:
+    savings, found = ab("tabular", number=1, pairs=3, state=State(tmp_path))
+    assert savings.recurrences == 1
+    assert found is None

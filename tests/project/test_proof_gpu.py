@@ -80,7 +80,7 @@ def test_hour_on_a_simulated_gpu_survives_a_kill(tmp_path: Path, environment: di
         pytest.skip("there is a GPU, which would train in place of the simulated one")
     State(state)
     (state / GPU_CHECK).write_text('{"results": []}')  # a check takes minutes
-    extent = ["--shrink", "8", "--tasks", "resnet18", "--seconds", "1", "4", "--recurrences", "1", "--repeats", "1"]
+    extent = ["--shrink", "8", "--tasks", "resnet18", "--seconds", "0.3", "1", "--recurrences", "1", "--repeats", "1"]
     command = [*RECURRENCES, "hour", *extent, "--state", str(state), "--out", str(tmp_path)]
 
     def call(minutes: str) -> subprocess.Popen[bytes]:
@@ -92,7 +92,7 @@ def test_hour_on_a_simulated_gpu_survives_a_kill(tmp_path: Path, environment: di
     # Killed at a moment when it cannot end its children, which must end nevertheless.
     killed = call("30")
     try:
-        awaited(lambda: len(read_records([state])) >= 2 or killed.poll() is not None, "some trainings")
+        awaited(lambda: bool(read_records([state])) or killed.poll() is not None, "a training")
     finally:
         killed.kill()
     assert killed.wait() == -9, log.read_text()

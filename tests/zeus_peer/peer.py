@@ -18,7 +18,8 @@ from tests.support.servers import free_port, wait_until_up
 _HERE = Path(__file__).parent
 # Time limit of an installation, which takes half a minute with a nearby package index.
 _INSTALL_S = 240.0
-_PIP = ["-m", "pip", "install", "--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1"]
+# Modules are compiled when they are imported, which few of them are.
+_PIP = ["--no-deps", "--no-compile", "--only-binary=:all:", "--timeout=15", "--retries=1"]
 _SERVER = "zeus.optimizer.batch_size.server.router:app"
 
 
@@ -113,17 +114,22 @@ def _installed(directory: Path) -> Peer:
     wanted = f"# Python {sys.version}\n{requirements.read_text()}"
     if not stamp.exists() or stamp.read_text() != wanted:
         deadline = time.monotonic() + _INSTALL_S
-        _install(Path(sys.executable), ["-m", "venv", "--clear", str(directory)], deadline)
-        _install(python, [*_PIP, "-r", str(requirements)], deadline)
+        _install(["venv", "--clear", "--without-pip", str(directory)], deadline)
+        _install(["pip", "--python", str(python), "install", *_PIP, "-r", str(requirements)], deadline)
         stamp.write_text(wanted)
     return Peer(python)
 
 
-def _install(python: Path, arguments: list[str], deadline: float) -> None:
+def _install(arguments: list[str], deadline: float) -> None:
     seconds_left = max(1.0, deadline - time.monotonic())
     try:
         result = subprocess.run(
-            [python, *arguments], env=_environment(), capture_output=True, text=True, timeout=seconds_left, check=False
+            [sys.executable, "-m", *arguments],
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=seconds_left,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerMissingError(str(error)) from error

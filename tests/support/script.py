@@ -1,0 +1,12 @@
+"""``python SCRIPT ARGUMENT…`` in a process of `warm`: ``python -m tests.support.script SCRIPT ARGUMENT…``."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
