@@ -33,6 +33,9 @@ gc.disable()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Networks and matrices of this size gain nothing from several threads, which compete with other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Servers and commands in this process wait longer for their database than the default, because parallel tests turn
+# milliseconds into seconds.
+os.environ.setdefault("ZEUS_BSO_DATABASE_TIMEOUT_S", "60")
 
 _contexts: dict[tuple[object, ...], ssl.SSLContext] = {}
 

@@ -173,7 +173,7 @@ def test_local_server_is_contacted_without_the_proxy(variable: str, host: str, m
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(variable, proxy.url)
         url = f"http://{host}:{server.port}"
-        with client_from_environment(url, "s3cret", timeout_s=5).with_retries(NO_RETRIES) as client:
+        with client_from_environment(url, "s3cret", timeout_s=60).with_retries(NO_RETRIES) as client:
             if host == "127.0.0.2":  # no server listens at this address, and the proxy must not see the request
                 with pytest.raises(ZeusBSOServerUnreachableError):
                     client.request_trial("digits-1")

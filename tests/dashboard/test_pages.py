@@ -192,7 +192,7 @@ async def test_jobs_that_missed_their_target_come_first_on_all_pages(new_databas
 
     dashboards.filled(new_database, fill)
     # A slow machine needs more than the default's time for the first page.
-    async with in_app(Settings(database_url=new_database, database_timeout_s=60)) as http:
+    async with in_app(Settings(database_url=new_database)) as http:
         pages: list[list[str]] = []
         after = None
         while after is not None or not pages:

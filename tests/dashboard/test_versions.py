@@ -10,11 +10,10 @@ import pytest
 
 from bso_server.core import policy
 from bso_server.core.job import replay
-from bso_server.storage.database import open_database
-from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support.dashboard_pages import JOB
 from tests.support.jobs import job
+from tests.support.service import open_store
 from zeus_plugins.protocol import CreatedJob
 
 
@@ -99,9 +98,8 @@ class TestConditionalRequests:
 async def test_each_moment_agrees_with_replay_of_earlier_trials(
     dashboard_database: str, http: httpx.AsyncClient, job_id: str
 ) -> None:
-    store = Store(open_database(dashboard_database))
-    trials = await store.read(Transaction.all_trials, job_id)
-    await store.close()
+    async with open_store(dashboard_database) as store:
+        trials = await store.read(Transaction.all_trials, job_id)
     registration = CreatedJob.model_validate((await http.get(f"/ui/jobs/{job_id}.json")).json()["view"]["job"])
     rng, survivors = np.random.default_rng(registration.mab_seed), None
     for number, trial in enumerate(trials):

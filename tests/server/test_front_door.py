@@ -19,6 +19,7 @@ from typing import Any, cast
 import httpx
 import pytest
 import uvicorn
+from litestar.exceptions import HTTPException
 from litestar.types import Receive
 
 from bso_server.api.bodies import in_time
@@ -299,7 +300,7 @@ class TestWaiting:
 
     async def test_incomplete_second_request_head_times_out(self) -> None:
         # Kept alive long enough that the client, on a busy machine, is not idle before its request.
-        async with on_app(keep_alive_s=1) as (server, _):
+        async with on_app(keep_alive_s=3) as (server, _):
             client = await server.connect(b"GET /now HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
             client.send(HALF_A_HEAD)
@@ -463,20 +464,24 @@ class TestBodies:
             assert head.startswith(b"HTTP/1.1 408 ")
             assert "ZEUS_BSO_READ_TIMEOUT_S" in json.loads(body)["message"]
 
-    async def test_steadily_arriving_body_is_accepted(self) -> None:
+    async def test_steadily_arriving_body_is_accepted(self, clock: Clock) -> None:
         # One second per 16 KiB: each piece takes less, and all together take longer than the initial second.
-        receive = in_time(sending(*(piece(b"x" * 16384, 0.3, more=more) for more in (True, True, True, False))), 1.0)
+        receive = in_time(
+            clock.sending(*(piece(b"x" * 16384, 0.3, more=more) for more in (True, True, True, False))), 1.0
+        )
         while (await receive())["more_body"]:  # type: ignore[typeddict-item]  # these messages have the key
             pass
+        with pytest.raises(HTTPException, match="did not come in time"):
+            await in_time(clock.sending(piece(b"x", 1.1, more=True)), 1.0)()
 
-    async def test_time_spent_by_the_server_on_a_piece_does_not_count(self) -> None:
-        receive = in_time(sending(*[piece(b"x", 0.001, more=True)] * 3), 0.6)
+    async def test_time_spent_by_the_server_on_a_piece_does_not_count(self, clock: Clock) -> None:
+        receive = in_time(clock.sending(*[piece(b"x", 0.001, more=True)] * 3), 0.6)
         for _ in range(3):
             await receive()
-            await asyncio.sleep(0.4)
+            clock.now_s += 0.4
 
-    async def test_deadline_ends_with_the_body(self) -> None:
-        receive = in_time(sending(piece(b"", 0, more=False), (4 * SHORT_S, {"type": "http.disconnect"})), SHORT_S)
+    async def test_deadline_ends_with_the_body(self, clock: Clock) -> None:
+        receive = in_time(clock.sending(piece(b"", 0, more=False), (0.8, {"type": "http.disconnect"})), 0.2)
         await receive()
         assert (await receive())["type"] == "http.disconnect"
 
@@ -488,16 +493,31 @@ def piece(body: bytes, after_s: float, *, more: bool) -> Timed:
     return after_s, {"type": "http.request", "body": body, "more_body": more}
 
 
-def sending(*messages: Timed) -> Receive:
-    """Return a client that sends each message after its delay in seconds."""
-    left = list(messages)
+class Clock:
+    """A clock of the event loop that stands still."""
 
-    async def receive() -> Any:
-        after_s, message = left.pop(0)
-        await asyncio.sleep(after_s)
-        return message
+    def __init__(self) -> None:
+        self.now_s = 1000.0
 
-    return cast("Receive", receive)
+    def sending(self, *messages: Timed) -> Receive:
+        """Return a client that sends each message after its delay in seconds."""
+        left = list(messages)
+
+        async def receive() -> Any:
+            after_s, message = left.pop(0)
+            self.now_s += after_s
+            for _ in range(3):  # deadlines act in the next turns of the event loop
+                await asyncio.sleep(0)
+            return message
+
+        return cast("Receive", receive)
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: clock.now_s)
+    return clock
 
 
 def connection_to(server: ServerProcess, sent: bytes) -> socket.socket:
@@ -510,7 +530,7 @@ def connection_to(server: ServerProcess, sent: bytes) -> socket.socket:
 
 def test_setting_of_the_command_sets_the_read_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Long enough for a client that sends at once on a busy machine.
-    monkeypatch.setenv("ZEUS_BSO_READ_TIMEOUT_S", "1")
+    monkeypatch.setenv("ZEUS_BSO_READ_TIMEOUT_S", "3")
     with (
         serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server,
         connection_to(server, HALF_A_HEAD) as head,

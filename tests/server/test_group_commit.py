@@ -206,10 +206,10 @@ class Numbers:
 
         def work(_: Transaction) -> bool:
             begun.set()
-            return self.gate.wait(10)
+            return self.gate.wait(60)
 
         busy = asyncio.ensure_future(self.store.read(work) if read_only else self.store.write(work))
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(begun.wait, 60)
         return busy
 
     async def behind_another(self, *works: Work[Any], store: Store | None = None) -> list[Any]:

@@ -43,7 +43,6 @@ from tests.support.servers import (
     bso_server,
     free_port,
     serving,
-    wait_for_workers,
 )
 from tests.support.service import open_store
 from tests.support.tokens import RESULT
@@ -144,7 +143,7 @@ def test_two_concurrent_upgrades_succeed(database_url: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", [POSTGRESQL, MYSQL])
 def test_concurrently_started_servers_migrate_once(kind: str, tmp_path: Path) -> None:
-    for number in range(4):
+    for number in range(2):
         with empty_database(kind, tmp_path) as database_url:
             servers = [ServerProcess(database_url, tmp_path / f"{number}-{each}.log") for each in range(4)]
             try:
@@ -199,7 +198,7 @@ def on_database(database_url: str, work: Callable[[Connection], T]) -> T:
     async def run() -> T:
         opened = open_database(database_url)
         try:
-            return await opened.transact(work, read_only=False, timeout_s=10.0)
+            return await opened.transact(work, read_only=False, timeout_s=60.0)
         finally:
             await opened.close()
 
@@ -308,12 +307,12 @@ def every_get() -> list[str]:
     return [re.sub(r"\{(\w+):\w+\}", r"{\1}", path) for path in paths]
 
 
-@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_unreachable_database_is_named_in_a_single_error_line(kind: str) -> None:
+@pytest.mark.parametrize("driver", ["postgresql", "postgresql+asyncpg", "mariadb", "mysql+asyncmy"])
+def test_unreachable_database_is_named_as_written_in_a_single_error_line(driver: str) -> None:
     host = f"127.0.0.1:{free_port()}"
     for command in (["serve"], ["db", "check"], ["db", "upgrade"]):
-        line = refusal(*command, "--database-url", f"{kind}://me:quiet@{host}/bso")
-        assert f"no connection to the database {kind}://me:***@{host}/bso" in line
+        line = refusal(*command, "--database-url", f"{driver}://me:quiet@{host}/bso")
+        assert f"no connection to the database {driver}://me:***@{host}/bso" in line
         assert "Check that it runs and can be reached" in line
         assert "quiet" not in line
 
@@ -368,19 +367,6 @@ def test_separate_user_and_password_complete_the_url() -> None:
     opened = open_database("postgresql://host/db", user="zeus", password="hush")  # noqa: S106 - no real password
     assert Store(opened).description == "postgresql://zeus:***@host/db"
     assert Store(open_database("postgresql://me@host/db", user="zeus")).description == "postgresql://me@host/db"
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "postgresql+asyncpg://bso@127.0.0.1:1/bso",
-        "postgresql://bso@127.0.0.1:1/bso",
-        "mariadb://bso@127.0.0.1:1/bso",
-        "mysql+asyncmy://bso@127.0.0.1:1/bso",
-    ],
-)
-def test_connection_errors_quote_the_driver_as_written(url: str) -> None:
-    assert f"no connection to the database {url}:" in refusal("db", "upgrade", "--database-url", url)
 
 
 @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
@@ -443,10 +429,3 @@ def test_contradictory_settings_are_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(CommandError, match=f"{named}: "):
         settings_of(argparse.Namespace())
-
-
-@pytest.mark.slow
-def test_several_workers_serve_the_same_database(tmp_path: Path) -> None:
-    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path, "--workers", "2") as server:
-        wait_for_workers(server, 2)
-        server.stop()

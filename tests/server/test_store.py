@@ -69,11 +69,11 @@ async def test_migrations_create_the_tables_expected_by_the_code(store: Store) -
 
     await store.migrate()  # a repetition changes nothing
     await store.check_schema()
-    assert await store._database.transact(differences, read_only=True, timeout_s=10.0) == []
+    assert await store._database.transact(differences, read_only=True, timeout_s=60.0) == []
 
 
 async def test_empty_database_is_not_ready(tmp_path: Path) -> None:
-    store = Store(open_database(f"sqlite:///{tmp_path / 'empty.sqlite3'}"))
+    store = Store(open_database(f"sqlite:///{tmp_path / 'empty.sqlite3'}", patience_s=60.0), patience_s=60.0)
     try:
         with pytest.raises(DatabaseNotReadyError, match="bso-server db upgrade"):
             await store.check_schema()
@@ -279,7 +279,7 @@ async def test_sqlite_uses_durable_settings(sqlite_url: str) -> None:
 
     async with open_store(sqlite_url) as store:
         for read_only in (False, True):
-            found = await store._database.transact(settings, read_only=read_only, timeout_s=10.0)
+            found = await store._database.transact(settings, read_only=read_only, timeout_s=60.0)
             assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 1_000}
 
 
@@ -317,7 +317,7 @@ async def test_locked_sqlite_file_is_retried(sqlite_url: str, tmp_path: Path, ca
             await store._database.transact(
                 lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout = 0").close(),
                 read_only=False,
-                timeout_s=10.0,
+                timeout_s=60.0,
             )
             with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
