@@ -34,7 +34,7 @@ from tests.support.embedded import (
     trial_to_its_end,
     written_without_pause,
 )
-from tests.support.servers import ServerProcess, bso_server
+from tests.support.servers import bso_server, serving
 from zeus_plugins import BatchSizeOptimizer
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
@@ -343,56 +343,6 @@ def test_missing_extra_is_reported_with_installation_and_alternative() -> None:
 
 # --- several processes ----------------------------------------------------------------------------------------------
 
-FIFTY_TRIALS = """
-import sys
-from itertools import repeat
-from zeus_plugins.client import client_from_environment
-from tests.support.embedded import trial_to_its_end
-
-print("ready", flush=True)
-sys.stdin.readline()
-with client_from_environment() as client:
-    print(*[trial_to_its_end(client) for _ in range(50)])
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_complete_fifty_trials_each_under_observation(file: Path, tmp_path: Path) -> None:
-    trainings = [
-        subprocess.Popen(
-            [sys.executable, *LOUD, "-c", FIFTY_TRIALS],
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    for training in trainings:
-        assert training.stdout is not None
-        assert training.stdout.readline() == "ready\n"
-    for training in trainings:
-        assert training.stdin is not None
-        training.stdin.write("go\n")
-        training.stdin.flush()
-    viewer = ServerProcess(url_of(file), tmp_path / "server.log")
-    viewer.start()
-    try:
-        ended = [training.communicate(timeout=120) for training in trainings]
-        assert [error for _, error in ended] == ["", ""]
-        assert [training.returncode for training in trainings] == [0, 0]
-        with BsoClient(viewer.url) as client:
-            seen = client.show_job("digits-1").trials
-    finally:
-        viewer.stop()
-    numbers = [int(number) for output, _ in ended for number in output.split()]
-    assert sorted(numbers) == list(range(1, 101))
-    assert sorted(trial.trial_number for trial in seen) == list(range(1, 101))
-    assert {trial["state"] for trial in shown(file)} == {"completed"}
-    with closing(sqlite3.connect(file)) as database:
-        assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-
 
 def test_continuous_writer_leaves_turns_to_concurrent_processes(file: Path) -> None:
     with client_from_environment(timeout_s=60.0) as client:
@@ -431,13 +381,16 @@ def test_twenty_processes_lose_nothing_beside_a_continuous_writer(file: Path, tm
         client.register(JobSpecFromClient.of(JOB, GPUS))
     outputs = [tmp_path / f"{n}.log" for n in range(20)]
     modules = ("tests.support.embedded", "zeus_plugins.client.local")
-    with written_without_pause(file):
+    with written_without_pause(file), serving(url_of(file), tmp_path) as server, BsoClient(server.url) as viewer:
         trainings = [warm.start("tests.support.embedded", "2", modules=modules, output=output) for output in outputs]
         assert [training.wait() for training in trainings] == [0] * 20
+        seen = viewer.show_job("digits-1").trials
     # Without a warning, each training has written to the file immediately.
     numbers = [int(number) for output in outputs for number in output.read_text().split()]
-    assert sorted(numbers) == list(range(1, 41))
+    assert sorted(numbers) == [trial.trial_number for trial in seen] == list(range(1, 41))
     assert {trial["state"] for trial in shown(file)} == {"completed"}
+    with closing(sqlite3.connect(file)) as database:
+        assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
 NEVER_CLOSED = """
@@ -460,20 +413,17 @@ optimizer.on_evaluate(0.1)
 @pytest.mark.parametrize(
     ("program", "states"),
     [
-        pytest.param(UNFINISHED, ["failed"], marks=pytest.mark.slow),
-        pytest.param(UNFINISHED + "raise ValueError('out of luck')", ["failed"], marks=pytest.mark.slow),
         (UNFINISHED + "sys.exit(3)", ["failed"]),
         (NEVER_CLOSED, None),
     ],
-    ids=["runs-off-the-end", "dies-of-an-exception", "exits", "never-closes-its-client"],
+    ids=["exits", "never-closes-its-client"],
 )
 def test_ending_process_fails_the_unfinished_trial_without_noise(
     file: Path, program: str, states: list[str] | None
 ) -> None:
     done = run(program, check=False)
     assert states is None or [trial["state"] for trial in shown(file)] == states
-    noise = [line for line in done.stderr.splitlines() if "ValueError" not in line]
-    assert [line for line in noise if not line.startswith(("Traceback", "  File"))] == []
+    assert done.stderr == ""
     # A terminated process has written its log into the file.
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
@@ -593,14 +543,6 @@ def left_waiting(file: Path) -> str:
         session.end()
         file.rmdir()
         return client.server_url
-
-
-def test_results_waiting_for_the_file_are_delivered_by_the_next_training(file: Path) -> None:
-    left_waiting(file)
-    with client_from_environment() as client:
-        trial_to_its_end(client)
-    offline, other = shown(file)
-    assert [offline["origin"], offline["state"], other["state"]] == ["offline", "completed", "completed"]
 
 
 SYNC = "from zeus_plugins.cli import main; raise SystemExit(main(['sync']))"

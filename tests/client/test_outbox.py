@@ -289,15 +289,6 @@ def synced(outbox: Outbox, client: BsoClient) -> list[Delivered]:
     return list(deliver_waiting(outbox, lambda _: client))
 
 
-def test_results_arrive_in_order_and_once(outbox: Outbox, client: BsoClient) -> None:
-    begun = dispatched(client)
-    left_by(outbox, sender(begun, url=client.server_url), evaluation(1), evaluation(2), evaluation(3, metric=0.95))
-    (file,) = synced(outbox, client)
-    assert (file.delivered, file.left, file.problem) == (3, 0, None)
-    assert facts(client.show_job("digits-1")) == [(TrialState.COMPLETED, 3, 30)]
-    assert synced(outbox, client) == []
-
-
 @pytest.mark.parametrize("delivered", [1, 2, 3])
 def test_results_with_lost_answers_arrive_once(outbox: Outbox, client: BsoClient, delivered: int) -> None:
     """The server has stored the results, but the delivering process died before it recorded the delivery."""
@@ -345,16 +336,6 @@ def test_suspended_trial_stays_suspended(outbox: Outbox, client: BsoClient) -> N
     left_by(outbox, sender(begun, url=client.server_url), evaluation(1), preempted)
     assert [file.delivered for file in synced(outbox, client)] == [2]
     assert facts(client.show_job("digits-1")) == [(TrialState.SUSPENDED, 1, 10)]
-
-
-def test_results_refused_by_the_server_are_set_aside(outbox: Outbox, client: BsoClient) -> None:
-    begun = dispatched(client)
-    path = left_by(outbox, sender(begun, url=client.server_url), evaluation(1))
-    client.delete_job("digits-1")
-    (file,) = synced(outbox, client)
-    assert (file.delivered, file.left, file.set_aside) == (0, 1, path.with_suffix(".refused"))
-    assert "has no trial 1" in (file.problem or "")
-    assert (outbox.waiting(), outbox.refused()) == ([], [file.set_aside])
 
 
 def test_unreachable_server_is_tried_once(outbox: Outbox) -> None:

@@ -387,13 +387,6 @@ SLOW = pytest.mark.slow
     [
         pytest.param("", [FAILED], id="runs-off-the-end", marks=SLOW),
         pytest.param("raise ValueError('no')", [ended("failed", "ValueError: no")], id="dies-of-an-exception"),
-        pytest.param("raise MemoryError", [ended("infeasible", "MemoryError: ")], id="runs-out-of-memory", marks=SLOW),
-        pytest.param(
-            "raise KeyboardInterrupt",
-            [ended("suspended", "KeyboardInterrupt: ")],
-            id="is-interrupted",
-            marks=SLOW,
-        ),
         pytest.param(TERMINATE, [ended("suspended", "SystemExit: 143")], id="is-terminated"),
         pytest.param(
             in_context(TERMINATE),
