@@ -75,7 +75,7 @@ def ab(kind: str, number: int, pairs: int, state: State) -> tuple[SavingsView, C
     """Let a job recur, then compare its best size with its default (None if the default is the best size).
 
     Raises:
-        BenchmarkError: A training broke, or missed the target at a pinned size.
+        BenchmarkError: A training broke, or missed the target.
     """
     measure(recurrences(kind, number), state, say=_say)
     with served(state.directory) as url, BsoClient(url) as client:
@@ -87,10 +87,10 @@ def ab(kind: str, number: int, pairs: int, state: State) -> tuple[SavingsView, C
 
 
 def ab_test(kind: str, sizes: tuple[int, int], pairs: int, state: State) -> Compared:
-    """Train alternately at the default and at the best size, without the callback, and compare the costs.
+    """Train alternately at the default and at the best size, and compare the costs.
 
     Raises:
-        BenchmarkError: A training broke, or missed the target.
+        BenchmarkError: A training broke, or missed the target at a pinned size.
     """
     steps = runs_in_turn(kind, sizes, pairs)
     measure(steps, state, say=_say)

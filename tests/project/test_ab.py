@@ -18,11 +18,11 @@ def test_pairs_are_compared_by_their_ratios() -> None:
     assert compared([100, 50, 10], [50, 25, 5]).in_words == "50 % (50 to 50 %)"
 
 
-def test_sizes_train_in_turn_without_the_callback() -> None:
+def test_pinned_sizes_train_in_turn() -> None:
     steps = runs_in_turn("digits", (32, 128), 3)
     assert [step.order.batch_size for step in steps] == [128, 32, 32, 128, 128, 32]
     assert [step.order.seed for step in steps] == [7000, 7000, 7001, 7001, 7002, 7002]
-    assert not any(step.order.with_callback for step in steps)
+    assert {step.order.job_id for step in steps} == {"ab-digits-32", "ab-digits-128"}
 
 
 def test_costs_of_recorded_runs_are_compared_by_size(tmp_path: Path) -> None:
