@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import threading
@@ -27,6 +28,12 @@ from zeus_plugins.protocol import GpuConfig
 STANDSTILL_S = 1.0
 """Seconds without a change after which a counter is treated as broken: known counters change several times a second."""
 
+UPDATE_S = 0.25
+"""Seconds between two changes of a counter, at most; the slowest known counter of a GPU needs 0.15 s."""
+
+UNKNOWN_PEAK_W = 1000.0
+"""The watts that a device without a stated limit draws at most."""
+
 SAMPLE_INTERVAL_S = 0.05
 """Seconds between two power readings: most sensors change every 0.1 s."""
 
@@ -42,7 +49,9 @@ MICRO = 1_000_000
 class EnergyCounter(Protocol):
     """The energy counter of one device; `str()` names the device. A failed reading raises `EnergyUnavailableError`.
 
-    An optional attribute ``part`` names the component in `Measurement.parts_j`; counters with the same name are summed.
+    Optional attributes: ``part`` names the component in `Measurement.parts_j`; counters with the same name are summed.
+    ``peak_power_w`` replaces `max_power_w` in the check of readings. After a gap above ``longest_gap_s`` between two
+    readings, the energy is not certain. ``update_s`` is the longest time between two changes.
     """
 
     @property
@@ -77,12 +86,13 @@ class IntegratedPower:
     """An `EnergyCounter` that integrates power readings by the trapezoidal rule.
 
     The device has `max_power_w` and `power_w()`, in watts. If it also has `instant_power_w()`, that method is used,
-    because `power_w()` may be a mean of the past second. `late` counts the readings that came more than `LATE_S` after
-    the previous reading.
+    because `power_w()` may be a mean of the past second.
     """
 
+    longest_gap_s = LATE_S
+    update_s = 0.0
+
     def __init__(self, device: Any, clock: Callable[[], float]) -> None:
-        self.late = 0
         self.part = getattr(device, "part", "")
         self._device = device
         self._power_w: Callable[[], float] = getattr(device, "instant_power_w", device.power_w)
@@ -105,9 +115,61 @@ class IntegratedPower:
         if self._latest is not None:
             then_s, power_then_w = self._latest
             self._energy_j += (now_s - then_s) * (power_w + power_then_w) / 2
-            self.late += now_s - then_s > LATE_S
         self._latest = (now_s, power_w)
         return round(self._energy_j * MICRO)
+
+
+class _Watched:
+    """An `EnergyCounter` in which maximum power × time replaces each rise that the device cannot have.
+
+    `doubts` counts these rises, `late` the readings after too long a gap, and `moved_s` is the time of the latest
+    change. `max_power_w` returns the watts of the replacement.
+    """
+
+    def __init__(self, counter: Any, clock: Callable[[], float], max_power_w: Callable[[], float]) -> None:
+        self._counter, self._clock, self.max_power_w = counter, clock, max_power_w
+        self.part: str = getattr(counter, "part", "")
+        self.longest_gap_s: float = getattr(counter, "longest_gap_s", math.inf)
+        self._update_s: float = getattr(counter, "update_s", UPDATE_S)
+        self._reading_uj: int = counter.energy_uj()  # Raises if the device cannot be read.
+        self._read_s = self.moved_s = clock()
+        self._total_uj = self.doubts = self.late = 0
+        self._has_warned = False
+
+    def __str__(self) -> str:
+        return str(self._counter)
+
+    def energy_uj(self) -> int:
+        """Return the microjoules since the first reading."""
+        reading_uj, now_s = self._counter.energy_uj(), self._clock()
+        rise_uj, time_s = reading_uj - self._reading_uj, now_s - self._read_s
+        # A counter that stood still for some readings may rise for all of their time.
+        if not 0 <= rise_uj <= 2 * self._peak_w * (now_s - self.moved_s + self._update_s) * MICRO:
+            self.warn("has fallen" if rise_uj < 0 else "has risen by more than twice the device's maximum power")
+            self.doubts += 1
+            rise_uj = round(self.max_power_w() * time_s * MICRO)
+        if rise_uj:
+            self.moved_s = now_s
+        self.late += time_s > self.longest_gap_s
+        self._reading_uj, self._read_s = reading_uj, now_s
+        self._total_uj += rise_uj
+        return self._total_uj
+
+    @cached_property
+    def _peak_w(self) -> float:
+        try:
+            return float(getattr(self._counter, "peak_power_w", None) or self._counter.max_power_w)
+        except NoPowerLimitError:
+            return UNKNOWN_PEAK_W
+
+    def warn(self, what: str) -> None:
+        """Log the first fault of the counter as a warning."""
+        if not self._has_warned:
+            logger.warning(
+                "the energy counter of %s %s: while it does not count, %g W × time is taken instead, an estimate",
+                *(self, what, self.max_power_w()),
+            )
+        self._has_warned = True
 
 
 class Found(NamedTuple):
@@ -132,15 +194,17 @@ def _joined(find: Callable[[], Found], find_other: Callable[[], Found]) -> Found
 class _Reading(NamedTuple):
     time_s: float
     energies_uj: tuple[int, ...]
-    late: int
+    doubts: tuple[int, ...]
+    late: tuple[int, ...]
     looks: int
 
 
 class CounterMonitor:
     """An `EnergyMonitor` over devices that have counters.
 
-    If a counter stops or falls, the device's maximum power × time replaces its energy, and the measurement's source
-    says so. With 0 J instead, the batch size of the window would look like the cheapest.
+    If a counter stops or falls, or rises by more than twice the device's maximum power × time, the device's maximum
+    power × time replaces the rise, and the measurement's source says so. With 0 J instead, the batch size of the window
+    would look like the cheapest.
 
     Args:
         source: See `EnergyMonitor.source`.
@@ -168,10 +232,7 @@ class CounterMonitor:
         self._sample_interval_s = sample_interval_s
         self._stated_power_w = max_power_w
         self._windows: OpenWindows[_Reading] = OpenWindows()
-        # For each counter, its latest value, and the time at which this value was first read.
-        self._moved: list[tuple[int, float]] = []
         self._own_processes: tuple[int, ...] = ()
-        self._suspected: set[str] = set()
         # Each note on the devices, and the number of the latest `look` that returned it.
         self._notes: dict[str, int] = {}
         self._looks = 0
@@ -191,7 +252,7 @@ class CounterMonitor:
     def gpus(self) -> GpuConfig:
         """Describe the devices; their maximum power is the sum of the highest settable limits, in watts."""
         devices, number, model, _notes = self._found
-        max_power_w = sum(self._max_power_w(counter) for counter in devices)
+        max_power_w = sum(counter.max_power_w() for counter in devices)
         return GpuConfig(max_power=max_power_w, number_of_gpus=number, gpu_model=model)
 
     def begin_window(self, name: str, *, at_moves: bool = False) -> None:
@@ -235,15 +296,14 @@ class CounterMonitor:
         except NoPowerLimitError:
             if self._stated_power_w is None:
                 raise
-            beside = sum(getattr(each, "part", "") in ("cpu", "dram") for each in self._found.devices)
+            beside = sum(each.part in ("cpu", "dram") for each in self._found.devices)
             return self._stated_power_w / (len(self._found.devices) - beside)
 
     @cached_property
     def _found(self) -> Found:
         found = self._find()
-        for counter in found.devices:
-            counter.energy_uj()  # Raises if the device cannot be read.
-        return found
+        watched = [_Watched(each, self._clock, partial(self._max_power_w, each)) for each in found.devices]
+        return found._replace(devices=watched)
 
     @property
     def _is_forked(self) -> bool:
@@ -277,14 +337,9 @@ class CounterMonitor:
         counters = self._found.devices
         with contextlib.nullcontext() if self._sampler is None else self._sampler.lock:
             energies_uj = tuple(counter.energy_uj() for counter in counters)
-        now_s = self._clock()
-        seen = self._moved or [(-1, now_s)] * len(energies_uj)
-        self._moved = [
-            then if then[0] == energy_uj else (energy_uj, now_s)
-            for then, energy_uj in zip(seen, energies_uj, strict=True)
-        ]
-        late = sum(counter.late for counter in counters if isinstance(counter, IntegratedPower))
-        return _Reading(now_s, energies_uj, late, self._looks)
+            doubts = tuple(counter.doubts for counter in counters)
+            late = tuple(counter.late for counter in counters)
+        return _Reading(self._clock(), energies_uj, doubts, late, self._looks)
 
     def _rest(self) -> None:
         if not self._windows and self._sampler is not None:
@@ -293,46 +348,35 @@ class CounterMonitor:
             sampler.stop()
 
     def _between(self, begun: _Reading, ended: _Reading) -> Measurement:
-        counters = self._found.devices
+        counters: Sequence[_Watched] = self._found.devices
         time_s = ended.time_s - begun.time_s
-        energy_uj, estimated_w, silent = 0, 0.0, 0
+        estimated_j, estimated_w, doubtful = 0.0, 0.0, 0
         parts_uj: dict[str, int] = {}
-        unknown = {""}
-        for counter, first_uj, last_uj, (_, moved_s) in zip(
-            counters, begun.energies_uj, ended.energies_uj, self._moved, strict=True
-        ):
-            stands_still = last_uj == first_uj and ended.time_s - moved_s >= STANDSTILL_S
-            if last_uj < first_uj or stands_still:
-                self._warn_once(counter, "has not moved" if stands_still else "has fallen")
-                estimated_w += self._max_power_w(counter)
-                silent += 1
-                unknown.add(getattr(counter, "part", ""))
-            else:
-                energy_uj += last_uj - first_uj
-                part = getattr(counter, "part", "")
-                parts_uj[part] = parts_uj.get(part, 0) + last_uj - first_uj
+        unknown, gaps_s = {""}, list[float]()
+        for place, counter in enumerate(counters):
+            risen_uj = max(0, ended.energies_uj[place] - begun.energies_uj[place])
+            stands_still = risen_uj == 0 and ended.time_s - counter.moved_s >= STANDSTILL_S
+            if stands_still:
+                counter.warn("has not moved")
+                estimated_j += counter.max_power_w() * time_s
+            if stands_still or ended.doubts[place] != begun.doubts[place]:
+                estimated_w += counter.max_power_w()
+                doubtful += 1
+                unknown.add(counter.part)
+            if ended.late[place] != begun.late[place]:
+                gaps_s.append(counter.longest_gap_s)
+            parts_uj[counter.part] = parts_uj.get(counter.part, 0) + risen_uj
         source = [self.source]
-        if silent:
-            estimate = f"estimate: {estimated_w:g} W for {silent} of {len(counters)} devices"
+        if doubtful:
+            estimate = f"estimate: {estimated_w:g} W for {doubtful} of {len(counters)} devices"
             source.append(f"but {estimate}, whose counter does not count")
-        if ended.late != begun.late:
-            source.append(f"with gaps above {LATE_S:g} s")
+        if gaps_s:
+            source.append(f"with gaps above {min(gaps_s):.4g} s")
         self.look()
         source += [note for note, latest in self._notes.items() if latest >= begun.looks]
         parts_j = {name: part_uj / MICRO for name, part_uj in parts_uj.items() if name not in unknown}
         told = ", ".join(source)[:MAX_SOURCE_LENGTH]
-        return Measurement(time_s, energy_uj / MICRO + estimated_w * time_s, told, parts_j)
-
-    def _warn_once(self, counter: EnergyCounter, what: str) -> None:
-        if str(counter) in self._suspected:
-            return
-        self._suspected.add(str(counter))
-        logger.warning(
-            "the energy counter of %s %s: while it does not count, %g W × time is taken instead, an estimate",
-            counter,
-            what,
-            self._max_power_w(counter),
-        )
+        return Measurement(time_s, sum(parts_uj.values()) / MICRO + estimated_j, told, parts_j)
 
 
 class Sampler:

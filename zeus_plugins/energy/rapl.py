@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from zeus_plugins.energy.counters import MICRO, CounterMonitor, Found
 from zeus_plugins.energy.estimate import cpu_model_name
 from zeus_plugins.energy.monitor import (
+    DEFAULT_ESTIMATED_POWER_W,
     Choice,
     EnergyUnavailableError,
     MonitorRequest,
@@ -20,6 +22,9 @@ from zeus_plugins.energy.monitor import (
 
 POWERCAP = Path("/sys/class/powercap")
 RAPL_INTERVAL_S = 10.0
+
+# The watts that a package or its memory draws at most; firmware states higher limits where it limits nothing.
+_MOST_W = {"cpu": 1000.0, "dram": 500.0}
 
 
 def probe(request: MonitorRequest, root: Path = POWERCAP) -> Choice | None:
@@ -92,16 +97,28 @@ class Zone:
         """The stated power in watts, else the long-term power limit; 0 for memory without a limit."""
         if self.stated_power_w is not None:
             return self.stated_power_w
-        for limit in ("constraint_0_max_power_uw", "constraint_0_power_limit_uw"):
-            try:
-                limit_uw = _number(self.folder / limit)
-            except (OSError, ValueError):
-                continue
-            if limit_uw > 0:
-                return limit_uw / MICRO
-        if self.is_package:
+        limits_w = self._limits_w(0)
+        if self.is_package and not limits_w:
             raise NoPowerLimitError(f"{self} states no power limit: pass RaplMonitor(max_power_w=...)")
-        return 0.0
+        return limits_w[0] if limits_w else 0.0
+
+    @property
+    def peak_power_w(self) -> float:
+        """The highest limit of the long or the short term, at least 65 W, as a laptop on battery lowers its limits."""
+        limits_w = [*self._limits_w(0), *self._limits_w(1)] or [_MOST_W[self.part]]
+        return max(*limits_w, self.stated_power_w or 0.0, DEFAULT_ESTIMATED_POWER_W)
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Seconds in which the counter wraps at most once."""
+        return self.range_uj / MICRO / self.peak_power_w
+
+    def _limits_w(self, constraint: int) -> list[float]:
+        limits_w = []
+        for limit in ("max_power", "power_limit"):
+            with suppress(OSError, ValueError):
+                limits_w.append(_number(self.folder / f"constraint_{constraint}_{limit}_uw") / MICRO)
+        return [limit_w for limit_w in limits_w if 0 < limit_w <= _MOST_W[self.part]]
 
     def energy_uj(self) -> int:
         """Return the microjoules since the first reading, corrected for at most one wrap between readings."""
