@@ -37,8 +37,8 @@ class Ranks(Protocol):
         """Identity of this machine (`this_machine`)."""
 
     @property
-    def gpu_indices(self) -> Sequence[int]:
-        """Indices, into the visible GPUs, of this machine's GPUs that train; empty on other accelerators."""
+    def gpu_indices(self) -> Sequence[int | str]:
+        """Indices, into the visible GPUs, of this machine's GPUs that train; or the kind of another accelerator."""
 
     @property
     def own_gpus(self) -> Sequence[str]:

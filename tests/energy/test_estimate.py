@@ -25,7 +25,8 @@ def spent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """CPU seconds of this process on a machine with four cores, changeable by a test."""
     known = [100.0]
     monkeypatch.setattr(estimate, "cpu_time_s", lambda _others: known[0])
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # as PYTHON_CPU_COUNT=1 does
+    monkeypatch.setattr("zeus_plugins.energy.estimate.os.sysconf", lambda _: 4)
     return known
 
 

@@ -61,12 +61,22 @@ def test_process_id_from_outside_of_a_container_may_be_this_process(
         ([], [], 0),
         ([os.getpid()], [], 0),
         ([4_000_001], [], 1),
+        ([0, 2**32 - 1], [0], 0),
         ([os.getpid(), 4_000_001], [], 1),
         ([4_000_001, 4_000_002, 4_000_003], [], 3),
         ([4_000_001], [os.getpid()], 0),  # MPS's own server
         ([4_000_001], [os.getpid(), 4_000_002], 1),
     ],
-    ids=["none told", "alone", "only a foreign one", "time slicing", "three", "MPS alone", "MPS shared"],
+    ids=[
+        "none told",
+        "alone",
+        "only a foreign one",
+        "ids are hidden",
+        "time slicing",
+        "three",
+        "MPS alone",
+        "MPS shared",
+    ],
 )
 def test_foreign_processes_are_reported_once_and_named_in_the_source(
     caplog: pytest.LogCaptureFixture, pids: list[int], mps_pids: list[int], others: int
@@ -77,7 +87,7 @@ def test_foreign_processes_are_reported_once_and_named_in_the_source(
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == bool(others)
     if others:
-        assert f"({others} on GPU 0 (NVIDIA H200)): its energy is theirs, too" in warnings[0]
+        assert "(on GPU 0 (NVIDIA H200)): its energy is theirs, too" in warnings[0]
 
 
 def test_old_driver_that_lists_no_processes_claims_nothing() -> None:

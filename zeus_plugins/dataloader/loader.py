@@ -427,7 +427,7 @@ class ZeusDataLoader(DataLoader[T]):
 class _LoaderRanks:
     """The processes of the training."""
 
-    gpu_indices: Sequence[int] = ()  # unknown here
+    gpu_indices: Sequence[int | str] = ()  # unknown here
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank

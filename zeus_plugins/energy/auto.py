@@ -83,8 +83,8 @@ def auto(
     Args:
         estimated_power_w: Watts of the whole machine at full load, for an estimate without a counter. None:
             ``ZEUS_ESTIMATED_POWER_W``, else the GPUs' power limits if known, else `DEFAULT_ESTIMATED_POWER_W`.
-        device_indices: Indices among the visible GPUs, or UUIDs of NVIDIA GPUs. None: all visible GPUs. Empty: the
-            training uses no GPU, so that idle GPUs of the machine are not measured.
+        device_indices: Indices among the visible GPUs, UUIDs of NVIDIA GPUs, or the kind of another accelerator, such
+            as "xpu". None: all visible GPUs. Empty: the training uses no GPU, so that idle GPUs are not measured.
         probes: The kinds of devices to look for, in this order.
 
     Raises:

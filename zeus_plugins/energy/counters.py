@@ -296,8 +296,7 @@ class CounterMonitor:
         except NoPowerLimitError:
             if self._stated_power_w is None:
                 raise
-            beside = sum(each.part in ("cpu", "dram") for each in self._found.devices)
-            return self._stated_power_w / (len(self._found.devices) - beside)
+            return self._stated_power_w / self._found.number
 
     @cached_property
     def _found(self) -> Found:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from zeus_plugins.energy.processes import gpu_is_used
 from zeus_plugins.environment import ESTIMATED_POWER_W
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
@@ -188,8 +189,8 @@ class MonitorRequest:
 
     @property
     def trains_on_gpu(self) -> bool:
-        """True if the training names its GPUs or a probe has found them."""
-        return self.gpu_is_seen or bool(self.device_indices)
+        """True if the training names its GPUs, a probe has found them, or PyTorch has started one."""
+        return self.gpu_is_seen or bool(self.device_indices) or (self.device_indices is None and gpu_is_used())
 
     def choice(self, make: Callable[..., EnergyMonitor]) -> Choice:
         """Choose `make()` or, if the devices give no maximum power, `make` with the stated or default `max_power_w`."""

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from zeus_plugins.energy.counters import SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPower
+from zeus_plugins.energy.counters import (
+    MICRO,
+    SAMPLE_INTERVAL_S,
+    CounterMonitor,
+    Found,
+    IntegratedPower,
+    next_moves,
+)
 from zeus_plugins.energy.monitor import (
     Choice,
     EnergyUnavailableError,
@@ -18,7 +25,8 @@ from zeus_plugins.energy.monitor import (
     NoGpuError,
     NoPowerLimitError,
     UnmeasuredGpuError,
-    logger,
+    answer_or_none,
+    warn_once,
 )
 from zeus_plugins.energy.processes import gpu_is_used, is_hidden, own_processes
 from zeus_plugins.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
@@ -32,23 +40,54 @@ MILLI = 1000
 # NVML_FI_DEV_POWER_INSTANT, and NVML_POWER_SCOPE_GPU.
 _POWER_INSTANT, _OF_GPU = 186, 0
 
+# Ids that the driver lists for processes that it does not show.
+_HIDDEN_IDS = {0, 2**32 - 1}
+
+# Seconds over which an energy counter is compared with the power reading.
+_COMPARED_S = 0.5
+
 _GPU_PREFIX, _MIG_PREFIX = "GPU-", "MIG-"
 
 
-def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
+def probe(
+    request: MonitorRequest,
+    nvml: Nvml | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Choice:
     """Choose a monitor of the NVIDIA GPUs of the training; see `Probe`."""
     indices = request.device_indices
     if request.uses_no_gpu:
         raise NoGpuError("the training uses no GPU")
     try:
-        open_gpus(nvml, indices)
-        return request.counted_or_integrated(
+        gpus = open_gpus(nvml, indices)
+        found = request.counted_or_integrated(
             partial(NvmlMonitor, indices, nvml=nvml), partial(NvmlPowerMonitor, indices, nvml=nvml)
         )
+        return found if found.causes else replace(found, warning=found.warning or _contradiction(gpus, clock, sleep))
     except NoGpuError:
         raise
     except EnergyUnavailableError as unavailable:
         raise _unmeasured(unavailable.cause, nvml, indices) from unavailable
+
+
+def _contradiction(gpus: Sequence[NvmlGpu], clock: Callable[[], float], sleep: Callable[[float], None]) -> str | None:
+    """Return a warning if an energy counter contradicts the power reading by more than 25 % over half a second."""
+    reads = [gpu.energy_uj for gpu in gpus]
+    begun_w = [answer_or_none(gpu.instant_power_w) for gpu in gpus]
+    if not any(begun_w):
+        return None
+    begun = next_moves(reads, clock, sleep)
+    sleep(_COMPARED_S)
+    ended = next_moves(reads, clock, sleep)
+    for gpu, first_w, (begun_s, begun_uj), (ended_s, ended_uj) in zip(gpus, begun_w, begun, ended, strict=True):
+        counted_w, last_w = (ended_uj - begun_uj) / MICRO / (ended_s - begun_s), answer_or_none(gpu.instant_power_w)
+        if first_w and last_w and not 0.75 * min(first_w, last_w) <= counted_w <= 1.25 * max(first_w, last_w):
+            return (
+                f"the energy counter of {gpu} rises by {counted_w:.3g} W and its power reading is {last_w:.3g} W: one"
+                " of them is wrong, and the measured energies may be, too"
+            )
+    return None
 
 
 @dataclass(frozen=True)
@@ -125,7 +164,7 @@ class NvmlGpu:
                 lists.append({process.pid for process in getattr(self.nvml, name)(self.handle)})
             except (self.nvml.NVMLError, AttributeError):
                 lists.append(set())
-        plain, by_mps = lists
+        plain, by_mps = (each - _HIDDEN_IDS for each in lists)
         if not plain | by_mps:
             return 0
         known = own_processes(own)
@@ -154,7 +193,7 @@ class NvmlMonitor(CounterMonitor):
     measurement's source states whether other processes share the GPUs.
 
     Args:
-        device_indices: Indices among the visible GPUs, or UUIDs of GPUs of this machine. None: all visible GPUs.
+        device_indices: Indices among the visible GPUs, and UUIDs of GPUs of this machine. None: all visible GPUs.
         max_power_w: Summed maximum power of the GPUs in watts, used if the driver gives no limit, as on many laptops.
 
     Raises:
@@ -195,28 +234,20 @@ class NvmlPowerMonitor(CounterMonitor):
         super().__init__("nvml power, integrated", find, clock, SAMPLE_INTERVAL_S, max_power_w)
 
 
-class _Notes:
-    """Notes for a measurement's source: other processes on the GPUs."""
-
-    def __init__(self, gpus: Sequence[NvmlGpu]) -> None:
-        self._gpus = gpus
-        self._has_warned = False
-
-    def __call__(self, own: Collection[int]) -> Sequence[str]:
-        sharing = {str(gpu): others for gpu in self._gpus if (others := gpu.other_processes(own))}
-        if sharing and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "other processes compute beside this training (%s): its energy is theirs, too, and the cost of its"
-                " batch size depends on them",
-                ", ".join(f"{others} on {gpu}" for gpu, others in sharing.items()),
-            )
-        return ["shared with other processes"] if sharing else []
+def _notes(gpus: Sequence[NvmlGpu], own: Collection[int]) -> Sequence[str]:
+    """Return the note that other processes compute on these GPUs, if they do."""
+    sharing = [str(gpu) for gpu in gpus if gpu.other_processes(own)]
+    if sharing:
+        warn_once(
+            f"other processes compute beside this training (on {', '.join(sharing)}): its energy is theirs, too, and"
+            " the cost of its batch size depends on them"
+        )
+    return ["shared with other processes"] if sharing else []
 
 
 def _found(nvml: Nvml | None, indices: Sequence[int | str] | None) -> Found:
     gpus = open_gpus(nvml, indices)
-    return Found(gpus, len(gpus), gpus[0].name, _Notes(gpus))
+    return Found(gpus, len(gpus), gpus[0].name, partial(_notes, gpus))
 
 
 def _integrated(nvml: Nvml | None, indices: Sequence[int | str] | None, clock: Callable[[], float]) -> Found:
@@ -243,17 +274,19 @@ def open_gpus(
 
 def _chosen_gpus(nvml: Nvml | None, indices: Sequence[int | str] | None, torch: Any = None) -> tuple[NvmlGpu, ...]:
     """Find the GPUs like `open_gpus`, but allow slices."""
+    other = next((each for each in indices or () if isinstance(each, str) and each.isalpha()), None)
+    if other is not None:
+        raise EnergyUnavailableError(f"this package does not read the energy of {other} devices")
     if torch is None and nvml is None:
         torch = sys.modules.get("torch")
     nvml = nvml or installed_nvml()
     machine, refused = _open_machine(nvml)
-    named = [each for each in indices or () if isinstance(each, str)]
-    if named:
-        visible: Sequence[int | str] = named
-    else:
-        visible = cuda_devices(torch) or visible_devices(CUDA_VISIBLE_DEVICES.text(), len(machine))
-        numbers = [each for each in indices if isinstance(each, int)] if indices is not None else None
-        visible = [visible[index] for index in chosen_indices(numbers, len(visible))]
+    numbers = None if indices is None else [each for each in indices if isinstance(each, int)]
+    visible: Sequence[int | str] = indices or ()
+    if numbers or not visible:
+        shown = cuda_devices(torch) or visible_devices(CUDA_VISIBLE_DEVICES.text(), len(machine))
+        chosen = chosen_indices(numbers, len(shown))
+        visible = [shown[each] if isinstance(each, int) else each for each in visible or chosen]
     gpus = tuple(
         machine[each] if isinstance(each, int) else _open_uuid(nvml, each, machine, refused) for each in visible
     )
@@ -406,7 +439,11 @@ def _open_machine(nvml: Nvml) -> tuple[list[NvmlGpu], list[str]]:
         nvml.nvmlInit()
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError as error:
-        raise NoGpuError(f"the NVIDIA driver does not answer: {error}") from error
+        remedy = " (in a container, NVIDIA_DRIVER_CAPABILITIES=compute,utility shows it)"
+        missing = remedy if "Library Not Found" in str(error) else ""
+        raise NoGpuError(f"the NVIDIA driver does not answer: {error}{missing}") from error
+    if not hasattr(nvml, "nvmlDeviceGetMigMode"):
+        raise EnergyUnavailableError("another package replaces pynvml: reinstall nvidia-ml-py")
     gpus: list[NvmlGpu] = []
     refused: list[str] = []
     for place in range(count):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from zeus_plugins.energy.monitor import (
     NoPowerLimitError,
     warn_once,
 )
+from zeus_plugins.energy.processes import gpu_is_used
 
 POWERCAP = Path("/sys/class/powercap")
 RAPL_INTERVAL_S = 10.0
@@ -65,7 +66,11 @@ class RaplMonitor(CounterMonitor):
 
 def _packages(root: Path, max_power_w: float | None) -> Found:
     zones = open_zones(root, max_power_w)
-    return Found(zones, sum(zone.is_package for zone in zones), cpu_model_name())
+    return Found(zones, sum(zone.is_package for zone in zones), cpu_model_name(), _note_gpu)
+
+
+def _note_gpu(_own: Collection[int]) -> Sequence[str]:
+    return ["without the GPU that the training uses"] if gpu_is_used() else ()
 
 
 @dataclass

@@ -166,10 +166,10 @@ class HuggingFacePort:
         self._first_step = 0  # above 0 in a training that finishes a run
 
     @property
-    def gpu_indices(self) -> Sequence[int]:
+    def gpu_indices(self) -> Sequence[int | str]:
         args = self._args
         if args.device.type != "cuda":
-            return ()
+            return () if args.device.type == "cpu" else [args.device.type]
         if args.world_size > 1:
             # The launcher's number of processes on this machine, or else the number of GPUs that CUDA shows.
             here = LOCAL_WORLD_SIZE.text() or min(args.world_size, torch.cuda.device_count() or args.world_size)

@@ -113,9 +113,9 @@ class LightningPort:
         self._own_split: BatchSplit | None = None
 
     @property
-    def gpu_indices(self) -> Sequence[int]:
-        trainer = self._trainer
-        return trainer.device_ids if trainer.strategy.root_device.type == "cuda" else ()
+    def gpu_indices(self) -> Sequence[int | str]:
+        kind = self._trainer.strategy.root_device.type
+        return self._trainer.device_ids if kind == "cuda" else () if kind == "cpu" else [kind]
 
     @property
     def own_gpus(self) -> Sequence[str]:
