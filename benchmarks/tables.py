@@ -442,7 +442,7 @@ def _gpu_status(results: ProofResults) -> str:
             told.append(f"{saved} of the energy in {task['recurrences']} runs of `{name}`")
     if not told:
         return f"**No saving was measured on a GPU yet.** Other figures of {devices} are [below](#on-a-gpu)."
-    return f"On {devices}, `gp_voi` saved {'; '.join(told)} (95 %, with its trials): [below](#on-a-gpu)."
+    return f"On {devices}, `gp_voi` saved {'; '.join(told)} (95 %, with its trials and idle power): [below](#on-a-gpu)."
 
 
 def _summary(results: ProofResults) -> str:
