@@ -158,7 +158,7 @@ class _Watched:
     @cached_property
     def _peak_w(self) -> float:
         try:
-            return float(getattr(self._counter, "peak_power_w", None) or self._counter.max_power_w)
+            return float(getattr(self._counter, "peak_power_w", 0) or self._counter.max_power_w or UNKNOWN_PEAK_W)
         except NoPowerLimitError:
             return UNKNOWN_PEAK_W
 
