@@ -49,7 +49,7 @@ def test_seconds_and_joules_are_adopted(answer: object, energy_j: float) -> None
     assert measured(answer) == Measurement(2.0, energy_j, "FakeZeusMonitor")
 
 
-@pytest.mark.parametrize("energy_j", [0.0, float("nan"), float("inf"), -3.0])
+@pytest.mark.parametrize("energy_j", [0.0, float("nan"), float("inf"), -3.0, 4_300_000.0])
 def test_impossible_joules_are_estimated_and_reported(energy_j: float, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="zeus_plugins.energy"):
         answer = measured(SimpleNamespace(time=2.0, total_energy=energy_j))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol, cast
 
-from zeus_plugins.energy.counters import STANDSTILL_S
+from zeus_plugins.energy.counters import STANDSTILL_S, UNKNOWN_PEAK_W, UPDATE_S
 from zeus_plugins.energy.estimate import board_model, cpu_model_name
 from zeus_plugins.energy.monitor import (
     DEFAULT_ESTIMATED_POWER_W,
@@ -44,8 +44,8 @@ class WindowMonitor(Protocol):
 class ZeusMonitorAdapter:
     """An `EnergyMonitor` over a `WindowMonitor`; it can be pickled if `monitor` can.
 
-    If a window's energy is negative or not finite, or is 0 J in a second or more, it is estimated as maximum power ×
-    time, and the measurement's source says so.
+    If a window's energy is negative or not finite, is 0 J in a second or more, or is above twice the maximum power (at
+    least 1 kW) × time, it is estimated as maximum power × time, and the measurement's source says so.
 
     Args:
         monitor: The monitor with Zeus's interface.
@@ -95,7 +95,8 @@ class ZeusMonitorAdapter:
                 f"{self.source}.end_window returned {answer!r}: it has to have the seconds in `time`, and the joules in"
                 " `total_energy` or `gpu_energy`"
             )
-        if 0 < energy_j < math.inf or (energy_j == 0 and time_s < STANDSTILL_S):
+        peak_w = math.inf if self._gpus is None else max(self._gpus.max_power, UNKNOWN_PEAK_W)
+        if 0 < energy_j < 2 * peak_w * (time_s + UPDATE_S) or (energy_j == 0 and time_s < STANDSTILL_S):
             return Measurement(time_s, energy_j, self.source)
         power_w = self.gpus().max_power
         source = f"{self.source}, but estimate: {power_w:g} W, for it measured {energy_j:g} J"
