@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, EnergyMonitor, Measurement, logger
@@ -14,14 +13,6 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
 _WINDOW = "zeus_node"
-
-
-@dataclass
-class _Others:
-    """The energy of the other nodes in an open window, and the sources of their measurements."""
-
-    energy_j: float = 0.0
-    sources: dict[str, None] = field(default_factory=dict)
 
 
 class ClusterMonitor:
@@ -71,7 +62,7 @@ class ClusterMonitor:
                 self._node_gpus[each] = gpus
         self._gpus = sum_of_nodes(list(self._node_gpus.values()))
         self._others_sources: tuple[str, ...] = ()  # at the latest `synchronize`
-        self._others: dict[str, _Others] = {}  # by open window
+        self._others: dict[str, list[tuple[float, str]]] = {}  # by open window: joules of other nodes, and sources
         self._synchronized_s: float | None = None
         self._is_measuring = self._has_warned = False
 
@@ -92,31 +83,30 @@ class ClusterMonitor:
         self._synchronized_s = now_s
         if then_s is None:
             return
-        energy_j, sources = 0.0, []
+        found = []
         for rank, gpus in self._node_gpus.items():
             share, power_w = shares[rank], gpus.max_power
             if rank != 0 and share is None:
-                energy_j += power_w * (now_s - then_s)
-                sources.append(f"estimate: {power_w:g} W for a node that failed to measure")
+                source = f"estimate: {power_w:g} W for a node that failed to measure"
+                found.append((power_w * (now_s - then_s), source))
             elif share is not None:
-                energy_j += share.energy_j
-                sources.append(share.source)
-        self._others_sources = tuple(sources)
+                found.append((share.energy_j, share.source))
+        self._others_sources = tuple(source for _, source in found)
         for others in self._others.values():
-            others.energy_j += energy_j
-            others.sources |= dict.fromkeys(sources)
+            others += found
 
     def begin_window(self, name: str) -> None:
         """See `EnergyMonitor.begin_window`. Only on rank 0."""
         self._own.begin_window(name)
-        self._others[name] = _Others()
+        self._others[name] = []
 
     def end_window(self, name: str) -> Measurement:
         """Return the time of the window and the energy of all nodes. Only on rank 0."""
         own = self._own.end_window(name)
         others = self._others.pop(name)
-        source = self._joined((own.source, *(others.sources or self._others_sources)))
-        return Measurement(own.time_s, own.energy_j + others.energy_j, source, own.parts_j)
+        source = self._joined((own.source, *([source for _, source in others] or self._others_sources)))
+        energy_j = own.energy_j + sum(joules for joules, _ in others)
+        return Measurement(own.time_s, energy_j, source, own.parts_j)
 
     def close(self) -> None:
         """Stop measuring on this rank; not collective. Never raises, so that it can be called after an error."""
