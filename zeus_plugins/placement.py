@@ -37,8 +37,8 @@ class Ranks(Protocol):
         """Identity of this machine (`this_machine`)."""
 
     @property
-    def gpu_indices(self) -> Sequence[int | str]:
-        """Indices, into the visible GPUs, of this machine's GPUs that train; or the kind of another accelerator."""
+    def gpu_indices(self) -> Sequence[int | str] | None:
+        """Indices, into the visible GPUs, of the GPUs here that train; the kind of another accelerator; None: all."""
 
     @property
     def own_gpus(self) -> Sequence[str]:
@@ -55,13 +55,13 @@ class Placement:
     Attributes:
         is_first: Whether this is the first process of its machine, which measures the machine.
         machines: Number of machines.
-        gpus: GPUs of this machine that train, over all its processes: UUIDs, or indices into the visible GPUs.
+        gpus: GPUs of this machine that train, over all its processes: UUIDs, or indices into the visible GPUs; or all.
         processes: Ids of the training's processes on this machine; empty if unknown, or if there is only this one.
     """
 
     is_first: bool
     machines: int
-    gpus: Sequence[int | str]
+    gpus: Sequence[int | str] | None
     processes: Sequence[int] = ()
 
 

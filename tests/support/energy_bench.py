@@ -42,7 +42,7 @@ def probes_of(
 ) -> Sequence[Probe]:
     """Return all probes for a machine with these devices; by default, its CPU counter stands still."""
     return [
-        partial(nvml.probe, nvml=driver, sleep=lambda _: None),
+        partial(nvml.probe, nvml=driver),
         partial(probe_unread, model=board, kfd=kfd),
         partial(rapl.probe, root=powercap),
     ]

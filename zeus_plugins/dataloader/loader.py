@@ -317,8 +317,6 @@ class ZeusDataLoader(DataLoader[T]):
             settings = _Settings.of(environ)
             measures = None
             if ranks.rank == 0:
-                # Without GPUs of its own, the loader measures all visible ones.
-                monitor = monitor or energy.auto(device_indices=self._place.gpus or None)
                 measures = node_monitor(self._place, monitor)
             profiler = self._profiler(settings, measures, devices)
             self._training = _Training(settings, batch_size, max_epochs, measures, profiler)
@@ -402,16 +400,14 @@ class ZeusDataLoader(DataLoader[T]):
         if steps is None or (devices is None and not torch.cuda.is_available()):
             return None
         controls, gpus = self._place.is_first, self._place.gpus
-        if controls and monitor is None:
-            monitor = energy.auto(device_indices=gpus or None)
         # Later runs in the same log directory read the profile.
         path = settings.profile_path(self._global_batch_size)
         return PowerLimitProfiler(
-            (lambda: find_devices(gpus or None) if devices is None else devices) if controls else None,
+            (lambda: find_devices(gpus) if devices is None else devices) if controls else None,
             ZeusCost(settings.eta),
             warmup_steps=steps[0],
             profile_steps=steps[1],
-            monitor=monitor if controls else None,
+            monitor=monitor or energy.auto(device_indices=gpus) if controls else None,
             profile=PowerLimitProfile.load(path) if self._ranks.rank == 0 else None,
             batch_size=self._global_batch_size,
             all_gather=None if self._ranks.world_size == 1 else self._ranks.all_gather,
@@ -427,7 +423,7 @@ class ZeusDataLoader(DataLoader[T]):
 class _LoaderRanks:
     """The processes of the training."""
 
-    gpu_indices: Sequence[int | str] = ()  # unknown here
+    gpu_indices = None  # unknown here: all visible GPUs
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank

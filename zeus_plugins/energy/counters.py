@@ -21,6 +21,7 @@ from zeus_plugins.energy.monitor import (
     OpenWindows,
     check_power_w,
     logger,
+    warn_once,
 )
 from zeus_plugins.errors import ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
@@ -39,9 +40,6 @@ SAMPLE_INTERVAL_S = 0.05
 
 POLL_S = 0.002
 """Seconds between two readings of a counter while waiting for its next change."""
-
-LATE_S = 1.0
-"""If two power readings are more than these seconds apart, the measurement's source mentions the gap."""
 
 MICRO = 1_000_000
 
@@ -89,7 +87,7 @@ class IntegratedPower:
     because `power_w()` may be a mean of the past second.
     """
 
-    longest_gap_s = LATE_S
+    longest_gap_s = 1.0
     update_s = 0.0
 
     def __init__(self, device: Any, clock: Callable[[], float]) -> None:
@@ -134,7 +132,6 @@ class _Watched:
         self._reading_uj: int = counter.energy_uj()  # Raises if the device cannot be read.
         self._read_s = self.moved_s = clock()
         self._total_uj = self.doubts = self.late = 0
-        self._has_warned = False
 
     def __str__(self) -> str:
         return str(self._counter)
@@ -163,13 +160,9 @@ class _Watched:
             return UNKNOWN_PEAK_W
 
     def warn(self, what: str) -> None:
-        """Log the first fault of the counter as a warning."""
-        if not self._has_warned:
-            logger.warning(
-                "the energy counter of %s %s: while it does not count, %g W × time is taken instead, an estimate",
-                *(self, what, self.max_power_w()),
-            )
-        self._has_warned = True
+        """Log a fault of the counter, once."""
+        instead = f"{self.max_power_w():g} W × time is taken instead, an estimate"
+        warn_once(f"the energy counter of {self} {what}: while it does not count, {instead}")
 
 
 class Found(NamedTuple):
@@ -194,8 +187,7 @@ def _joined(find: Callable[[], Found], find_other: Callable[[], Found]) -> Found
 class _Reading(NamedTuple):
     time_s: float
     energies_uj: tuple[int, ...]
-    doubts: tuple[int, ...]
-    late: tuple[int, ...]
+    faults: tuple[tuple[int, int], ...]  # of each counter, its `doubts` and `late`
     looks: int
 
 
@@ -336,9 +328,8 @@ class CounterMonitor:
         counters = self._found.devices
         with contextlib.nullcontext() if self._sampler is None else self._sampler.lock:
             energies_uj = tuple(counter.energy_uj() for counter in counters)
-            doubts = tuple(counter.doubts for counter in counters)
-            late = tuple(counter.late for counter in counters)
-        return _Reading(self._clock(), energies_uj, doubts, late, self._looks)
+            faults = tuple((counter.doubts, counter.late) for counter in counters)
+        return _Reading(self._clock(), energies_uj, faults, self._looks)
 
     def _rest(self) -> None:
         if not self._windows and self._sampler is not None:
@@ -353,16 +344,17 @@ class CounterMonitor:
         parts_uj: dict[str, int] = {}
         unknown, gaps_s = {""}, list[float]()
         for place, counter in enumerate(counters):
+            doubts, late = (now - then for now, then in zip(ended.faults[place], begun.faults[place], strict=True))
             risen_uj = max(0, ended.energies_uj[place] - begun.energies_uj[place])
             stands_still = risen_uj == 0 and ended.time_s - counter.moved_s >= STANDSTILL_S
             if stands_still:
                 counter.warn("has not moved")
                 estimated_j += counter.max_power_w() * time_s
-            if stands_still or ended.doubts[place] != begun.doubts[place]:
+            if stands_still or doubts:
                 estimated_w += counter.max_power_w()
                 doubtful += 1
                 unknown.add(counter.part)
-            if ended.late[place] != begun.late[place]:
+            if late:
                 gaps_s.append(counter.longest_gap_s)
             parts_uj[counter.part] = parts_uj.get(counter.part, 0) + risen_uj
         source = [self.source]

@@ -10,14 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from zeus_plugins.energy.counters import (
-    MICRO,
-    SAMPLE_INTERVAL_S,
-    CounterMonitor,
-    Found,
-    IntegratedPower,
-    next_moves,
-)
+from zeus_plugins.energy.counters import SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPower
 from zeus_plugins.energy.monitor import (
     Choice,
     EnergyUnavailableError,
@@ -25,7 +18,6 @@ from zeus_plugins.energy.monitor import (
     NoGpuError,
     NoPowerLimitError,
     UnmeasuredGpuError,
-    answer_or_none,
     warn_once,
 )
 from zeus_plugins.energy.processes import gpu_is_used, is_hidden, own_processes
@@ -40,51 +32,48 @@ MILLI = 1000
 # NVML_FI_DEV_POWER_INSTANT, and NVML_POWER_SCOPE_GPU.
 _POWER_INSTANT, _OF_GPU = 186, 0
 
-# Ids that the driver lists for processes that it does not show.
-_HIDDEN_IDS = {0, 2**32 - 1}
-
-# Seconds over which an energy counter is compared with the power reading.
-_COMPARED_S = 0.5
-
 _GPU_PREFIX, _MIG_PREFIX = "GPU-", "MIG-"
 
 
-def probe(
-    request: MonitorRequest,
-    nvml: Nvml | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Choice:
+def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
     """Choose a monitor of the NVIDIA GPUs of the training; see `Probe`."""
     indices = request.device_indices
     if request.uses_no_gpu:
         raise NoGpuError("the training uses no GPU")
     try:
-        gpus = open_gpus(nvml, indices)
+        open_gpus(nvml, indices)
         found = request.counted_or_integrated(
             partial(NvmlMonitor, indices, nvml=nvml), partial(NvmlPowerMonitor, indices, nvml=nvml)
         )
-        return found if found.causes else replace(found, warning=found.warning or _contradiction(gpus, clock, sleep))
+        return found if found.causes or found.warning else replace(found, warning=contradiction(nvml, indices))
     except NoGpuError:
         raise
     except EnergyUnavailableError as unavailable:
         raise _unmeasured(unavailable.cause, nvml, indices) from unavailable
 
 
-def _contradiction(gpus: Sequence[NvmlGpu], clock: Callable[[], float], sleep: Callable[[float], None]) -> str | None:
-    """Return a warning if an energy counter contradicts the power reading by more than 25 % over half a second."""
-    reads = [gpu.energy_uj for gpu in gpus]
-    begun_w = [answer_or_none(gpu.instant_power_w) for gpu in gpus]
-    if not any(begun_w):
+def contradiction(
+    nvml: Nvml | None,
+    indices: Sequence[int | str] | None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str | None:
+    """Return a warning if a GPU's energy counter contradicts its power reading by more than 25 % over half a second."""
+    counted = NvmlMonitor(indices, nvml=nvml, clock=clock, sleep=sleep)
+    integrated = NvmlPowerMonitor(indices, nvml=nvml, clock=clock)
+    try:
+        integrated.gpus()
+    except EnergyUnavailableError:  # there are no power readings
         return None
-    begun = next_moves(reads, clock, sleep)
-    sleep(_COMPARED_S)
-    ended = next_moves(reads, clock, sleep)
-    for gpu, first_w, (begun_s, begun_uj), (ended_s, ended_uj) in zip(gpus, begun_w, begun, ended, strict=True):
-        counted_w, last_w = (ended_uj - begun_uj) / MICRO / (ended_s - begun_s), answer_or_none(gpu.instant_power_w)
-        if first_w and last_w and not 0.75 * min(first_w, last_w) <= counted_w <= 1.25 * max(first_w, last_w):
+    counted.begin_window_at_moves("start")
+    integrated.begin_window("start")
+    sleep(0.5)
+    power, energy = integrated.end_window("start"), counted.end_window_at_moves("start")
+    for part in energy.parts_j.keys() & power.parts_j.keys():
+        counted_w, read_w = energy.parts_j[part] / energy.time_s, power.parts_j[part] / power.time_s
+        if abs(counted_w - read_w) > 0.25 * read_w:
             return (
-                f"the energy counter of {gpu} rises by {counted_w:.3g} W and its power reading is {last_w:.3g} W: one"
+                f"the energy counter of {part} rises by {counted_w:.3g} W and its power reading is {read_w:.3g} W: one"
                 " of them is wrong, and the measured energies may be, too"
             )
     return None
@@ -164,7 +153,7 @@ class NvmlGpu:
                 lists.append({process.pid for process in getattr(self.nvml, name)(self.handle)})
             except (self.nvml.NVMLError, AttributeError):
                 lists.append(set())
-        plain, by_mps = (each - _HIDDEN_IDS for each in lists)
+        plain, by_mps = (each - {0, 2**32 - 1} for each in lists)  # without the ids of hidden processes
         if not plain | by_mps:
             return 0
         known = own_processes(own)

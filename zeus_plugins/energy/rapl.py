@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,8 @@ from zeus_plugins.energy.processes import gpu_is_used
 
 POWERCAP = Path("/sys/class/powercap")
 RAPL_INTERVAL_S = 10.0
+
+_NO_GPU = "without the GPU that the training uses"
 
 # The watts that a package or its memory draws at most; firmware states higher limits where it limits nothing.
 _MOST_W = {"cpu": 1000.0, "dram": 500.0}
@@ -66,11 +68,9 @@ class RaplMonitor(CounterMonitor):
 
 def _packages(root: Path, max_power_w: float | None) -> Found:
     zones = open_zones(root, max_power_w)
-    return Found(zones, sum(zone.is_package for zone in zones), cpu_model_name(), _note_gpu)
-
-
-def _note_gpu(_own: Collection[int]) -> Sequence[str]:
-    return ["without the GPU that the training uses"] if gpu_is_used() else ()
+    return Found(
+        zones, sum(zone.is_package for zone in zones), cpu_model_name(), lambda _own: [_NO_GPU] if gpu_is_used() else []
+    )
 
 
 @dataclass
@@ -144,7 +144,7 @@ def open_zones(root: Path, max_power_w: float | None) -> tuple[Zone, ...]:
     If a package cannot be read or its counter is 0, raise `EnergyUnavailableError`; in this case, leave memory out with
     a warning.
     """
-    named = [(folder, _line_of(folder / "name", "")) for folder in sorted(root.glob("intel-rapl:*"))]
+    named = [(path.parent, path.read_text(encoding="utf-8").strip()) for path in sorted(root.glob("intel-rapl:*/name"))]
     packages = [(folder, name) for folder, name in named if name.startswith("package")]
     if not packages:
         raise EnergyUnavailableError(f"no CPU package counts its energy in {root} (RAPL)")
@@ -184,14 +184,4 @@ def _unreadable(folder: Path, error: Exception) -> EnergyUnavailableError:
 
 
 def _number(path: Path) -> int:
-    return int(_line_of(path))
-
-
-def _line_of(path: Path, default: str | None = None) -> str:
-    """Return a file's text, stripped. If it cannot be read, return `default`, or raise `OSError` if that is None."""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        if default is None:
-            raise
-        return default
+    return int(path.read_text(encoding="utf-8"))
