@@ -235,18 +235,6 @@ class TestImport:
         assert run("jobs", "import", exported, *other)[0] == 0
         assert run("jobs", "export", job_id, *other) == (0, exported.read_text(), "")
 
-    def test_import_of_an_existing_job_is_refused(
-        self, server: ServerProcess, job_id: str, exported: Path, source: list[str]
-    ) -> None:
-        before = shown(server, job_id)
-        assert_failed(run("jobs", "import", exported, *source), job_id, "exists", "import under another job_id")
-        assert shown(server, job_id) == before
-
-    def test_id_without_the_prefix_is_refused(self, exported: Path, source: list[str]) -> None:
-        exported.write_bytes(encoded(renamed(decoded(exported.read_text()), "other")))
-        output = run("jobs", "import", exported, *source)
-        assert_failed(output, str(exported), "'other' does not start with job_id_prefix 'cli'")
-
     def test_missing_file_is_reported(self, tmp_path: Path, source: list[str]) -> None:
         assert_failed(run("jobs", "import", tmp_path / "absent.jsonl", *source), "absent.jsonl", "No such file")
 

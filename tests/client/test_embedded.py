@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from statistics import median
 from unittest import mock
 
 import numpy as np
@@ -348,12 +349,14 @@ def test_continuous_writer_leaves_turns_to_concurrent_processes(file: Path) -> N
     with client_from_environment(timeout_s=60.0) as client:
         client.register(JobSpecFromClient.of(JOB, GPUS))
         trial = client.request_trial("digits-1")
+        turns = []
         with written_without_pause(file) as others:
-            before = len(others)
             for _ in range(20):
+                before = len(others)
                 client.heartbeat(trial)
-            meanwhile = len(others) - before
-    assert 0 < meanwhile < 60
+                turns.append(len(others) - before)
+    assert sum(turns) > 0
+    assert median(turns) < 3  # many turns pass during a heartbeat whose process waits for a processor
 
 
 @pytest.mark.parametrize("hindrance", ["held", "unreadable", "without locks"])

@@ -100,6 +100,12 @@ async def sent_until_taken(request: Callable[[], Coroutine[Any, Any, T]]) -> T:
                 continue
 
 
+async def begun(store: Store, trials: int) -> tuple[JobService, list[TrialDispatch]]:
+    """Register a job and begin trials on a store whose short time limit a busy machine may exceed."""
+    (server,) = await sent_until_taken(lambda: jobs_on(store, 1))
+    return server, [await sent_until_taken(server.suggest) for _ in range(trials)]
+
+
 async def epochs(server: JobService, trial: TrialDispatch) -> list[float]:
     found = await server.store.read(epochs_between, trial.job_id, trial.trial_number, trial.trial_number)
     return [epoch.epoch for epoch in found]
@@ -223,8 +229,7 @@ class TestRowsThatStayLocked:
 
     async def test_locks_held_too_long_are_reported(self, database_url: str) -> None:
         async with open_store(database_url, patience_s=SHORT_S) as store:
-            (server,) = await jobs_on(store, 1)
-            trial, other = await server.suggest(), await server.suggest()
+            server, (trial, other) = await begun(store, 2)
             async with locked(database_url, row_of(server), row_of(server, trial)):
                 await asyncio.gather(
                     *(
@@ -267,10 +272,10 @@ class TestASilentNetwork:
     async def test_silent_network_is_reported_and_survived(self, database_url: str) -> None:
         with relay_to(database_url) as relay:
             async with open_store(relay.url_of(database_url), patience_s=SHORT_S) as store:
-                (server,) = await jobs_on(store, 1)
-                trial = await server.suggest()
+                server, (trial,) = await begun(store, 1)
+                read_all = partial(store.read, Transaction.all_tokens)
                 # Open all connections of the pool.
-                await asyncio.gather(*(store.read(Transaction.all_tokens) for _ in range(MANY)))
+                await asyncio.gather(*(sent_until_taken(read_all) for _ in range(MANY)))
                 relay.fall_silent(True)
                 for _ in range(2):
                     await asyncio.gather(
@@ -287,7 +292,6 @@ class TestASilentNetwork:
                     )
                 relay.fall_silent(False)
                 await wait_until(lambda: checked_out(store) == 0)
-                read_all = partial(store.read, Transaction.all_tokens)
                 await asyncio.gather(*(sent_until_taken(read_all) for _ in range(MANY)))
                 await sent_until_taken(lambda: server.report(trial, cost_j=100))
                 assert await epochs(server, trial) == [1]
@@ -356,8 +360,7 @@ class TestSessions:
 
 async def test_permanently_locked_sqlite_file_is_reported(sqlite_url: str, tmp_path: Path) -> None:
     async with open_store(sqlite_url, patience_s=SHORT_S) as store:
-        (server,) = await jobs_on(store, 1)
-        trial = await server.suggest()
+        server, (trial,) = await begun(store, 1)
         with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as shell:
             shell.execute("BEGIN IMMEDIATE")
             # No request waits longer because of requests before it.
@@ -368,7 +371,7 @@ async def test_permanently_locked_sqlite_file_is_reported(sqlite_url: str, tmp_p
                     for request in (server.report(trial, cost_j=100), beat(server, trial), server.suggest())
                 )
             )
-            assert await server.states() == [TrialState.RUNNING]
+            assert await sent_until_taken(server.states) == [TrialState.RUNNING]
             shell.execute("ROLLBACK")
         await sent_until_taken(lambda: server.report(trial, cost_j=100))
         assert await epochs(server, trial) == [1]

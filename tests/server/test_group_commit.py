@@ -162,7 +162,7 @@ class TestBatches:
         assert (await task)[:2] == [22, -22]
 
     async def test_expired_item_is_answered_without_processing(self) -> None:
-        doubler = Doubler(patience_s=0.5)
+        doubler = Doubler(patience_s=2.0)
         doubler.gate.clear()
         answers = asyncio.create_task(doubler.outcomes(1))
         await turn(5)
@@ -332,7 +332,7 @@ class TestWritersOfASqliteFile:
         assert numbers.outcomes == [Outcome.COMMITTED, Outcome.COMMITTED, Outcome.COMMITTED, Outcome.REFUSED]
 
     async def test_timed_out_work_is_reported(self, tmp_path: Path) -> None:
-        async with numbers_in(tmp_path, patience_s=1.0) as numbers:
+        async with numbers_in(tmp_path, patience_s=3.0) as numbers:
             busy = await numbers.make_busy()
             with pytest.raises(DatabaseUnavailableError):
                 await busy
