@@ -16,7 +16,7 @@ from bso_server.api.errors import errors
 from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, JobInPath, Reader, Service, Since, TrialNumber
 from bso_server.service import reading
 from bso_server.service.exports import MEDIA_TYPE
-from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, EpochList, FleetPage, PowerProfileList
+from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, EpochList, FleetPage
 from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, Stage, TrialList, TrialState
 
 _JOB = Paths.API_JOBS + "/{job_id:str}"
@@ -105,20 +105,14 @@ async def explain(
     return await (service.explain_next(job_id) if trial is None else reader.read(reading.explain, job_id, trial))
 
 
-@get([_JOB + "/arms", _JOB + "/events", _JOB + "/trials.csv"], include_in_schema=False)
+@get([_JOB + f"/{part}" for part in ("arms", "events", "power_profiles", "trials.csv")], include_in_schema=False)
 async def refuse_removed(job_id: JobInPath) -> None:
     """Name the routes that replace removed routes."""
     raise HTTPException(
-        f"this route was removed: GET {Paths.API_JOBS}/{job_id} has the arms, and its part /trials all fields of "
-        "each trial",
+        f"this route was removed: GET {Paths.API_JOBS}/{job_id} has the arms, its part /trials all fields of each "
+        "trial, and its part /export the power-limit profiles",
         status_code=HTTPStatus.GONE,
     )
-
-
-@get(_JOB + "/power_profiles", summary="List power-limit profiles", responses=_ERRORS)
-async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfileList:
-    """Return the job's power-limit profiles, in order of dispatch."""
-    return await reader.read(reading.list_power_profiles, job_id)
 
 
 @get(

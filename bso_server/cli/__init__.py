@@ -30,7 +30,6 @@ from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService
 from bso_server.service.health import differences
 from bso_server.storage.store import Store
-from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import package_version, printable
 
 # Status of a command whose reader has closed the pipe, as in `bso-server jobs list | head`: 128 + SIGPIPE.
@@ -94,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         instead="give the command a user with the rights to create, change and drop tables",
     )
     add_command(database, "check", "fail unless the database has this version's schema", _db_check)
-    prune_help = "delete old reports and power-limit profiles; trials and the newest profile of each size stay"
+    prune_help = "delete old reports; trials stay, each with its last report"
     prune = add_command(database, "prune", prune_help, _db_prune)
     prune.add_argument(
         "--older-than",
@@ -138,10 +137,7 @@ async def _say_ready(store: Store) -> None:
 
 def _db_prune(options: argparse.Namespace) -> None:
     async def prune(store: Store) -> None:
-        service = BatchSizeService(store)
-        reports = await service.prune(Transaction.delete_epochs_before, options.older_than)
-        profiles = await service.prune(Transaction.delete_power_profiles_before, options.older_than)
-        print(f"{reports} reports and {profiles} power-limit profiles are forgotten")
+        print(f"{await BatchSizeService(store).prune(options.older_than)} reports are forgotten")
 
     with_store(options, prune)
 

@@ -75,7 +75,7 @@ from zeus_plugins.protocol import (
     finishing_reason,
 )
 
-# Largest number of reports or power-limit profiles that one transaction deletes.
+# Largest number of reports that one transaction deletes.
 PRUNED_AT_ONCE = 1000
 
 # Decisions in threads of the event loop, which has at least five; a job has one at a time.
@@ -562,12 +562,12 @@ class BatchSizeService:
             lambda transaction: self.commands.delete_job(transaction, job_id, again=next(attempts) > 0)
         )
 
-    async def prune(self, delete: Callable[..., int], age: timedelta) -> int:
-        """Delete rows older than `age` by a method of `Transaction`; return their number."""
+    async def prune(self, age: timedelta) -> int:
+        """Delete reports older than `age`; return their number."""
         instant, pruned = self.commands.moment().now - age, 0
         while True:
             # Other writers get their turn between two small transactions.
-            deleted = await self._store.write(delete, instant, limit=PRUNED_AT_ONCE)
+            deleted = await self._store.write(Transaction.delete_epochs_before, instant, limit=PRUNED_AT_ONCE)
             pruned += deleted
             if deleted < PRUNED_AT_ONCE:
                 return pruned

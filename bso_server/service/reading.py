@@ -26,7 +26,6 @@ from bso_server.service.views import (
     DEFAULT_PAGE,
     EpochList,
     EpochView,
-    PowerProfileList,
     PowerProfileView,
     VersionView,
 )
@@ -165,13 +164,6 @@ def stop_in_words(rule: StopRule | None, max_epochs: int, because: str | None = 
     if rule.max_cost_j is not None:
         return f"stop it at {joules_in_words(rule.max_cost_j)} unless it has reached the target"
     return ""
-
-
-def list_power_profiles(transaction: Transaction, job_id: str) -> PowerProfileList:
-    """Return a job's power-limit profiles."""
-    gpus = known_job(transaction, job_id).registration.gpus
-    kept = queries.present_power_profiles(transaction, job_id)
-    return PowerProfileList(gpus=gpus, profiles=tuple(map(power_profile_view, kept)))
 
 
 def version_view() -> VersionView:

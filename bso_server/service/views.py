@@ -16,7 +16,6 @@ from zeus_plugins.protocol import (
     Epochs,
     Explanation,
     Finite,
-    GpuConfig,
     Instant,
     JobSummary,
     JobView,
@@ -88,19 +87,6 @@ class PowerProfileView(PowerProfileExport):
 
     trial_number: int
     batch_size: int
-
-
-class PowerProfileList(WireMessage):
-    """Answer of ``GET /api/jobs/{job_id}/power_profiles``.
-
-    Attributes:
-        gpus: The job's GPUs, on which the trials measured.
-        profiles: Profiles that differ from their predecessor, in order of dispatch, except pruned ones. New trials get
-            the last profile of their batch size.
-    """
-
-    gpus: GpuConfig
-    profiles: tuple[PowerProfileView, ...]
 
 
 class Liveness(WireMessage):

@@ -25,21 +25,9 @@ from bso_server.storage.rows import (
     job_from,
     trial_from,
 )
-from bso_server.storage.tables import decisions, epochs, jobs, metadata, power_profiles, trials
+from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import ALIVE, CreatedJob, EndReason, Origin, Stage, TrialState
-
-# Both queries call functions of PostgreSQL's extension amcheck. The second query compares each index with its table,
-# and raises an error if they differ.
-_HEAPS = """
-    SELECT c.relname, checked.blkno, checked.msg FROM pg_class c, LATERAL verify_heapam(c.oid) checked
-    WHERE c.relkind = 'r' AND c.relnamespace = current_schema()::regnamespace
-"""
-_INDEXES = """
-    SELECT bt_index_check(c.oid, true)
-    FROM pg_class c JOIN pg_am a ON a.oid = c.relam JOIN pg_index i ON i.indexrelid = c.oid
-    WHERE a.amname = 'btree' AND i.indisvalid AND c.relnamespace = current_schema()::regnamespace
-"""
 
 # Largest value of an integer column.
 MAX_INTEGER = 2**31 - 1
@@ -286,21 +274,3 @@ def _trials(
 ) -> list[TrialRecord]:
     statement = select(trials).where(trials.c.job_id == job_id, *conditions).order_by(order).limit(limit)
     return [trial_from(row) for row in transaction.rows(statement)]
-
-
-def check_integrity(transaction: Transaction) -> tuple[list[str], str]:
-    """Let the database check its tables and indexes; return the damage found, and the kind of damage it cannot find."""
-    execute = transaction.connection.exec_driver_sql
-    match transaction.connection.dialect.name:
-        case "sqlite":
-            # This check includes `quick_check`, and also compares each index with its table.
-            found = [said for (said,) in execute("PRAGMA integrity_check") if said != "ok"]
-            return found, "changed values in intact pages, because SQLite has no checksums"
-        case "postgresql":
-            found = [f"table {name}, block {block}: {said}" for name, block, said in execute(_HEAPS)]
-            execute(_INDEXES)
-            return found, "changed values in intact pages, unless the cluster has data checksums"
-        case _:
-            checked = execute(f"CHECK TABLE {', '.join(metadata.tables)}")
-            found = [f"{table}: {said}" for table, _, kind, said in checked if kind != "note" and said != "OK"]
-            return found, "values that were wrong before their page got its checksum"

@@ -415,7 +415,13 @@ class Transaction:
     def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
         """Delete up to `limit` reports received before `instant`, oldest first; return their number."""
         reported_at = epochs.c.reported_at
-        return self._delete(epochs, reported_at < instant, order=reported_at, limit=limit)
+        old = sa.select(*epochs.primary_key).where(reported_at < instant).order_by(reported_at).limit(limit)
+        keys = self.rows(old)
+        if keys:
+            # By key, because on MySQL a condition on the time would lock rows that others are inserting.
+            values = [{f"key_{name}": value for name, value in key.items()} for key in keys]
+            self.connection.execute(sa.delete(epochs).where(*_has_key(epochs)), values)
+        return len(keys)
 
     def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
         """Return the newest profile of a trial of this size on the job's GPUs, or None."""
@@ -429,21 +435,6 @@ class Transaction:
     def update_power_profile(self, changed: StoredPowerProfile) -> None:
         """Replace the profile of a locked trial."""
         self._update(power_profiles, [record_row(changed)])
-
-    def delete_power_profiles_before(self, instant: datetime, *, limit: int) -> int:
-        """Delete up to `limit` profiles stored before `instant`, except each size's newest; return their number."""
-        newer = power_profiles.alias("newer")
-        has_newer = (
-            sa.select(newer.c.trial_number)
-            .where(
-                newer.c.job_id == power_profiles.c.job_id,
-                newer.c.batch_size == power_profiles.c.batch_size,
-                newer.c.trial_number > power_profiles.c.trial_number,
-            )
-            .exists()
-        )
-        stored_at = power_profiles.c.stored_at
-        return self._delete(power_profiles, stored_at < instant, has_newer, order=stored_at, limit=limit)
 
     def insert_decisions(self, added: Iterable[StoredDecision]) -> None:
         """Insert decisions."""
@@ -491,14 +482,6 @@ class Transaction:
         """Return the number of the token's trials that are alive."""
         statement = sa.select(sa.func.count()).where(trials.c.owner == owner, trials.c.state.in_(ALIVE))
         return self.connection.execute(statement).scalar_one()
-
-    def _delete(self, table: sa.Table, *conditions: Any, order: sa.ColumnElement[Any] | None = None, limit: int) -> int:
-        keys = self.rows(sa.select(*table.primary_key).where(*conditions).order_by(order).limit(limit))
-        if keys:
-            # By key, because on MySQL a condition on the time would lock rows that others are inserting.
-            values = [{f"key_{name}": value for name, value in key.items()} for key in keys]
-            self.connection.execute(sa.delete(table).where(*_has_key(table)), values)
-        return len(keys)
 
     def _trials(self, statement: Executable, **parameters: object) -> list[TrialRecord]:
         # Sorted here, because for ORDER BY SQLite would read all trials of the job.

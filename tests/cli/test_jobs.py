@@ -452,7 +452,7 @@ class TestTokens:
 
 
 def forgotten(reports: int) -> Output:
-    return 0, f"{reports} reports and 0 power-limit profiles are forgotten\n", ""
+    return 0, f"{reports} reports are forgotten\n", ""
 
 
 class TestPrune:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -19,7 +20,6 @@ import pytest
 
 from bso_server import cli
 from bso_server.app import store_of
-from bso_server.healthcheck import main as healthcheck
 from bso_server.settings import Settings, file_variable_of, variable_of
 from tests.support import ROOT
 from tests.support.answering import answering
@@ -378,7 +378,7 @@ def test_images_state_user_volume_health_check_and_command() -> None:
     """Docker builds and tries the images for each release, see .github/workflows/release.yaml."""
     server, training = map(instructions, DOCKERFILES)
     assert (server["USER"], server["WORKDIR"], server["VOLUME"]) == ("10001:0", "/data", "/data")
-    assert server["HEALTHCHECK"].endswith(' CMD ["python3", "-m", "bso_server.healthcheck"]')
+    assert server["HEALTHCHECK"].endswith(' CMD ["python3", "/opt/zeus/healthcheck.py"]')
     assert (server["ENTRYPOINT"], server["CMD"], server["STOPSIGNAL"]) == ('["bso-server"]', '["serve"]', "SIGTERM")
     # Neither the installer nor the source tree is in the last stage.
     assert server["COPY"] == "--from=build /opt/zeus /opt/zeus"
@@ -388,6 +388,12 @@ def test_images_state_user_volume_health_check_and_command() -> None:
     assert (ROOT / script).exists()
 
 
+def health_check() -> int:
+    """Return the exit status of the server image's health check."""
+    status: int = runpy.run_path(str(ROOT / "deploy" / "healthcheck.py"))["main"]()
+    return status
+
+
 @pytest.mark.parametrize(("status", "result"), [(200, 0), (503, 1)])
 def test_health_check_repeats_the_servers_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, result: int
@@ -395,7 +401,7 @@ def test_health_check_repeats_the_servers_status(
     with answering(status, b"the database is full") as received:
         monkeypatch.setenv("ZEUS_BSO_SERVER_PORT", str(received.port))
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-        assert healthcheck() == result
+        assert health_check() == result
     assert received.paths == ["/health/ready"]
     assert capsys.readouterr().out == ("" if result == 0 else "503: the database is full\n")
 
@@ -405,7 +411,7 @@ def test_health_check_reports_an_unreachable_server(
 ) -> None:
     port = free_port()
     monkeypatch.setenv("ZEUS_BSO_SERVER_PORT", str(port))
-    assert healthcheck() == 1
+    assert health_check() == 1
     assert capsys.readouterr().out.startswith(f"no answer on port {port}: ")
 
 

@@ -26,7 +26,7 @@ from bso_server.storage.rows import StoredEpoch
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support.databases import EACH_ONCE
-from tests.support.exports import Lines, export_over, exported, import_over, pieces_of, renamed
+from tests.support.exports import Lines, export_over, exported, import_over, pieces_of, power_profiles_over, renamed
 from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
 from tests.support.properties import any_job, examples
@@ -75,11 +75,10 @@ def view(http: httpx.Client, job_id: str) -> dict[str, Any]:
     (summary,) = [
         one for one in http.get("/api/jobs", params={"limit": 1000}).json()["jobs"] if one["job_id"] == job_id
     ]
-    profiles = http.get(f"{path}/power_profiles").raise_for_status().json()
     epochs = [http.get(f"{path}/trials/{trial['trial_number']}/epochs").json() for trial in job["trials"]]
     _, *trials = export_over(http, job_id)
     whole = {"job": job, "summary": {**summary, "job_id": None}, "epochs": epochs, "trials": trials}
-    return {**whole, "power_profiles": profiles}
+    return {**whole, "power_profiles": power_profiles_over(http, job_id)}
 
 
 class TestOverHttp:
@@ -92,7 +91,7 @@ class TestOverHttp:
         assert answer.status_code == 201, answer.text
         assert (answer.json()["job_id"], answer.json()["trials"]) == (second, 5)
         assert view(http, first)["job"]["stage"] == "bandit"
-        assert [each["trial_number"] for each in view(http, first)["power_profiles"]["profiles"]] == [1, 2, 3]
+        assert [each["trial_number"] for each in view(http, first)["power_profiles"]] == [1, 2, 3]
         assert view(http, second) == view(http, first)
         for cost_j in (420, 430, 390, 440):
             trials = [http.get("/jobs/batch_size", params={"job_id": job_id}).json() for job_id in (first, second)]
@@ -362,7 +361,7 @@ async def test_imported_id_must_start_with_the_prefix(bso: JobService) -> None:
 
 
 async def forget(bso: JobService, hours: float) -> int:
-    return await bso.service.prune(Transaction.delete_epochs_before, timedelta(hours=hours))
+    return await bso.service.prune(timedelta(hours=hours))
 
 
 async def test_old_reports_are_pruned_and_trials_stay(bso: JobService) -> None:

@@ -23,7 +23,7 @@ from sqlalchemy.engine import make_url
 
 from bso_server.cli.serve import MOST_HEAD_BYTES
 from tests.support import wire
-from tests.support.exports import encoded, export_over, import_over, renamed
+from tests.support.exports import encoded, export_over, import_over, power_profiles_over, renamed
 from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
 from tests.support.servers import ServerProcess, memory_of
@@ -524,7 +524,7 @@ def test_maximum_number_of_power_limits_is_accepted(http: httpx.Client) -> None:
     samples = [sample(limit_w=limit_w + 1 / 3, source="ä" * 255) for limit_w in range(256)]
     body = trial | spoilt(samples=samples[::-1], chosen_limit_w=None)
     http.put("/trials/power_profile", json=body).raise_for_status()
-    (kept,) = http.get(f"/api/jobs/{trial['job_id']}/power_profiles").json()["profiles"]
+    (kept,) = power_profiles_over(http, trial["job_id"])
     assert kept["samples"] == samples
 
 

@@ -44,7 +44,6 @@ ROUTES = [
     ("GET", "/api/jobs/{job_id}/trials/{trial_number}/epochs"),
     ("POST", "/api/jobs/{job_id}/trials/{trial_number}/discard"),
     ("GET", "/api/jobs/{job_id}/explanation"),
-    ("GET", "/api/jobs/{job_id}/power_profiles"),
     ("GET", "/api/jobs/{job_id}/export"),
     ("POST", "/api/import"),
     ("GET", "/health/live"),

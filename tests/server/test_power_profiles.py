@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
 import pytest
 
-from bso_server.service import reading
-from bso_server.storage.transaction import Transaction
+from tests.support.exports import power_profiles_over
 from tests.support.jobs import JOB, job
 from tests.support.power_limit_bench import found_out
 from tests.support.servers import ServerProcess, bso_server
-from tests.support.service import HOUR_S, JobService
 from tests.support.wire import assert_refused, begin, reached
-from zeus_plugins.protocol import TrialDispatch, TrialPowerProfile
 
 
 @pytest.fixture
@@ -35,11 +31,6 @@ def dispatched(http: httpx.Client, job_id: str, key: str | None = None) -> dict[
 
 def store(http: httpx.Client, trial: dict[str, Any], body: dict[str, Any]) -> None:
     http.put("/trials/power_profile", json=trial | body).raise_for_status()
-
-
-def kept(http: httpx.Client, job_id: str) -> list[dict[str, Any]]:
-    answer = http.get(f"/api/jobs/{job_id}/power_profiles").raise_for_status()
-    return list(answer.json()["profiles"])
 
 
 def test_newest_profile_of_the_size_is_sent(http: httpx.Client, job_id: str) -> None:
@@ -67,12 +58,12 @@ def test_repeated_request_for_a_trial_gets_the_profile_too(http: httpx.Client, j
 def test_repeated_profile_is_stored_once(http: httpx.Client, job_id: str) -> None:
     first, second = begin(http, job_id), begin(http, job_id)
     store(http, first, found_out(JOB))
-    before = kept(http, job_id)
+    before = power_profiles_over(http, job_id)
     assert [(each["trial_number"], each["batch_size"]) for each in before] == [(1, 16)]
     store(http, first, found_out(JOB))
     # A training without new measurements sends the profile that it received.
     store(http, second, found_out(JOB))
-    assert kept(http, job_id) == before
+    assert power_profiles_over(http, job_id) == before
 
 
 def test_later_profile_of_a_trial_replaces_the_earlier_profile(http: httpx.Client, job_id: str) -> None:
@@ -80,10 +71,10 @@ def test_later_profile_of_a_trial_replaces_the_earlier_profile(http: httpx.Clien
     store(http, first, found_out(JOB, 1.0, [80.0]))
     store(http, second, found_out(JOB, 2.0))
     store(http, first, found_out(JOB, 3.0))
-    energies = [each["samples"][0]["energy_j"] for each in kept(http, job_id)]
+    energies = [each["samples"][0]["energy_j"] for each in power_profiles_over(http, job_id)]
     assert energies == [3.0, 2.0]
     store(http, first, found_out(JOB, 3.0))
-    assert [each["samples"][0]["energy_j"] for each in kept(http, job_id)] == energies
+    assert [each["samples"][0]["energy_j"] for each in power_profiles_over(http, job_id)] == energies
 
 
 def test_each_trial_shows_the_chosen_power_limit(http: httpx.Client, job_id: str, any_server: ServerProcess) -> None:
@@ -118,31 +109,5 @@ def test_deleting_a_job_deletes_the_profiles(http: httpx.Client, job_id: str) ->
     store(http, trial, found_out(JOB))
     http.delete("/jobs", params={"job_id": job_id}).raise_for_status()
     assert_refused(http.put("/trials/power_profile", json=trial | found_out(JOB)), 404, None)
-    assert http.get(f"/api/jobs/{job_id}/power_profiles").status_code == 404
     http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
     assert dispatched(http, job_id)["power_profile"] is None
-
-
-async def test_old_profiles_are_pruned_and_the_newest_of_each_size_stays(bso: JobService) -> None:
-    # Before all dates that other tests leave in the database.
-    bso.now = datetime(2001, 1, 1, tzinfo=UTC)
-    sizes = []
-    for energy_j in (1.0, 2.0, 3.0, 4.0):
-        trial: TrialDispatch = await bso.suggest()
-        sizes.append(trial.batch_size)
-        body = trial.model_dump() | found_out(bso.job.model_dump(), energy_j)
-        await bso.service.transact(bso.service.commands.store_power_profile, TrialPowerProfile.model_validate(body))
-        await bso.report(trial, cost_j=500.0, metric=1.0)
-        bso.wait(HOUR_S)
-    newest = [number for number, size in enumerate(sizes, 1) if size not in sizes[number:]]
-    assert len(newest) < len(sizes)
-    before = await bso.show()
-
-    forget = Transaction.delete_power_profiles_before
-    assert await bso.service.prune(forget, timedelta(hours=5)) == 0
-    assert await bso.service.prune(forget, timedelta(0)) == len(sizes) - len(newest)
-    assert await bso.service.prune(forget, timedelta(0)) == 0
-    left = (await bso.store.read(reading.list_power_profiles, bso.job_id)).profiles
-    assert [each.trial_number for each in left] == newest
-    # The limit of each trial is kept.
-    assert await bso.show() == before

@@ -207,11 +207,11 @@ def test_invalid_queries_are_refused(http_on_sqlite: httpx.Client, path: str, fi
     assert_refused(http_on_sqlite.get("/api/jobs" + path.format("none")), 422, field)
 
 
-@pytest.mark.parametrize("part", ["arms", "events", "trials.csv"])
+@pytest.mark.parametrize("part", ["arms", "events", "power_profiles", "trials.csv"])
 def test_removed_routes_name_their_replacements(http_on_sqlite: httpx.Client, part: str) -> None:
     answer = http_on_sqlite.get(f"/api/jobs/none/{part}")
     assert answer.status_code == 410
-    assert "GET /api/jobs/none has the arms, and its part /trials" in answer.json()["message"]
+    assert "GET /api/jobs/none has the arms, its part /trials" in answer.json()["message"]
 
 
 class TestHealth:

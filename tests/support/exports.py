@@ -40,6 +40,12 @@ def export_over(http: httpx.Client, job_id: str) -> Lines:
     return decoded(http.get(f"/api/jobs/{job_id}/export").raise_for_status().text)
 
 
+def power_profiles_over(http: httpx.Client, job_id: str) -> Lines:
+    """Return the power-limit profiles of a job, each with the number of its trial."""
+    _, *trials = export_over(http, job_id)
+    return [{"trial_number": each["trial_number"], **each["power_profile"]} for each in trials if each["power_profile"]]
+
+
 def import_over(http: httpx.Client, lines: Lines | bytes, **query: Any) -> httpx.Response:
     text = lines if isinstance(lines, bytes) else encoded(lines)
     return http.post("/api/import", content=text, headers={"content-type": MEDIA_TYPE}, params=query)

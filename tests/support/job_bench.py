@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
+from tests.support.exports import decoded
 from tests.support.servers import ServerProcess
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
@@ -92,8 +93,10 @@ class JobBench:
     def power_profiles(self) -> list[tuple[int, int]]:
         """Return trial and number of limits of each power profile on the server."""
         with BsoClient(self.server.url) as client:
-            view = client._request("GET", f"/api/jobs/{self.job_id}/power_profiles").json()
-        return [(each["trial_number"], len(each["samples"])) for each in view["profiles"]]
+            _, *trials = decoded(client._request("GET", f"/api/jobs/{self.job_id}/export").content)
+        return [
+            (each["trial_number"], len(each["power_profile"]["samples"])) for each in trials if each["power_profile"]
+        ]
 
     def power_limits(self) -> list[tuple[float | None, int | None]]:
         """Return chosen limit in watts and number of known limits by trial."""

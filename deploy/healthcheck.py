@@ -1,4 +1,4 @@
-"""``python -m bso_server.healthcheck``: the health check of a container, with only the standard library.
+"""The health check of a container, with only the standard library.
 
 It asks the server on this machine, at the port ``ZEUS_BSO_SERVER_PORT``, whether it is ready. If so, the exit status is
 0; otherwise it is 1, and one line on standard output, which container engines record, states the reason.
