@@ -15,7 +15,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
@@ -60,8 +59,8 @@ def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, ope
     with (
         _server(database_url, directory / "server.log") as server_url,
         BsoClient(server_url) as client,
-        display.live(f"{server_url}/ui/"),
     ):
+        display.introduce(f"{server_url}/ui/")
         if opens:
             webbrowser.open(f"{server_url}/ui/")
         seed = 0
@@ -69,8 +68,9 @@ def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, ope
             for _try in range(_MAX_TRIES):
                 seed += 1
                 arguments = ["--server-url", server_url, "--seed", str(seed), "--policy", policy]
-                display.show(recurrence, None)
-                if _watch(launcher.start(arguments, log), recurrence, client, display, log):
+                reached = _finished(launcher.start(arguments, log), log)
+                display.settle(recurrence, client.show_job(JOB.job_id or "").trials[-1])
+                if reached:
                     break
         job = client.show_job(JOB.job_id or "")
     display.conclude(job, time.monotonic() - began, database_url)
@@ -103,33 +103,20 @@ def _is_up(server_url: str) -> bool:
     return False
 
 
-def _watch(training: BaseProcess, recurrence: int, client: BsoClient, display: Display, log: Path) -> bool:
-    """Show a training until it ends; return True if it reached its target."""
-    known = display.shown_trials
+def _finished(training: BaseProcess, log: Path) -> bool:
+    """Wait until a training ends; return True if it reached its target."""
     try:
-        while training.exitcode is None:
-            display.show(recurrence, _latest_trial(client, known))
-            training.join(_POLL_S)
+        training.join()
     finally:
         # The process still runs only after an interruption, such as Ctrl-C.
         training.terminate()
         training.join()
     if training.exitcode not in (0, ZeusBSOTrainFailError.exit_status):
         raise ZeusBSORuntimeError(f"the training broke with exit status {training.exitcode}; {log} says why")
-    display.settle(recurrence, _latest_trial(client, known))
     return training.exitcode == 0
 
 
-def _latest_trial(client: BsoClient, known: int) -> TrialView | None:
-    """Return the trial that follows `known` trials, or None while the training has not asked for one."""
-    job_id = JOB.job_id or ""
-    if not any(job.job_id == job_id and job.trials > known for job in client.list_jobs().jobs):
-        return None
-    return client.show_job(job_id).trials[-1]
-
-
 _OUTCOMES = {
-    TrialState.RUNNING: "training …",
     TrialState.COMPLETED: "[green]target reached[/]",
     TrialState.EARLY_STOPPED: "[yellow]too costly[/]",
     TrialState.EXHAUSTED: "[yellow]out of epochs[/]",
@@ -148,40 +135,40 @@ _WIDTH = 100
 
 
 class Display:
-    """Shows each ended trial as a row of a table and, in a terminal, the running trial."""
+    """Shows each ended trial as a row of a table."""
 
     def __init__(self, job: JobSpec, recurrences: int) -> None:
         self._job = job
         self._recurrences = recurrences
         self._console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-        self._live: Live | None = None
-        self.shown_trials = 0
 
-    @contextmanager
-    def live(self, dashboard_url: str) -> Iterator[None]:
+    def introduce(self, dashboard_url: str) -> None:
         """Introduce the job, print the dashboard's URL, and begin the table."""
-        self._introduce()
+        job = self._job
+        for paragraph in (
+            f"A network learns handwritten digits until {job.target_metric:.0%} of the validation images are right. "
+            f"This training recurs {self._recurrences} times, each time in a new process.",
+            f"Each run asks a server for its batch size, one of {', '.join(map(str, job.batch_sizes))}. The default, "
+            f"which it would have without the server, is {job.default_batch_size}, as copied from a larger training. "
+            "At the end it reports its cost in joules: half the energy plus half of maximum power × time.",
+            _HOW_SIZES_ARE_CHOSEN[job.policy],
+        ):
+            self._console.print(paragraph, end="\n\n")
         self._console.print(f"Watch it live: {dashboard_url}", end="\n\n", soft_wrap=True)
         self._console.print(_row(_COLUMNS, style="bold"))
-        if not self._console.is_terminal:
-            yield
-            return
-        with Live(console=self._console, auto_refresh=False, transient=True) as self._live:
-            yield
 
-    def show(self, recurrence: int, trial: TrialView | None) -> None:
-        """Show the running trial; None before it has a batch size."""
-        if self._live is None:
-            return
-        waiting = [str(recurrence), "", "", "", "", "starting …", ""]
-        self._live.update(_row(waiting if trial is None else self._cells(recurrence, trial)), refresh=True)
-
-    def settle(self, recurrence: int, trial: TrialView | None) -> None:
+    def settle(self, recurrence: int, trial: TrialView) -> None:
         """Show an ended trial."""
-        if trial is None:
-            return
-        self.shown_trials += 1
-        self._console.print(_row(self._cells(recurrence, trial)))
+        cells = [
+            str(recurrence),
+            str(trial.batch_size),
+            _number(trial.epochs, 0),
+            _number(trial.time_s, 1),
+            _number(trial.cost_j, 0),
+            _OUTCOMES.get(trial.state, trial.state),
+            escape(printable(trial.reason)),
+        ]
+        self._console.print(_row(cells))
 
     def conclude(self, job: JobView, wall_s: float, database_url: str) -> None:
         """Print the verdict, the use of the seconds with the start of all processes, and ways to look again."""
@@ -211,36 +198,13 @@ class Display:
         serve = f"{_command('bso-server')} serve --database-url {database_url}"
         say(f"Look at it: {serve}, then open http://127.0.0.1:8000/ui/jobs/{job.job.job_id}", soft_wrap=True)
 
-    def _introduce(self) -> None:
-        job = self._job
-        for paragraph in (
-            f"A network learns handwritten digits until {job.target_metric:.0%} of the validation images are right. "
-            f"This training recurs {self._recurrences} times, each time in a new process.",
-            f"Each run asks a server for its batch size, one of {', '.join(map(str, job.batch_sizes))}. The default, "
-            f"which it would have without the server, is {job.default_batch_size}, as copied from a larger training. "
-            "At the end it reports its cost in joules: half the energy plus half of maximum power × time.",
-            _HOW_SIZES_ARE_CHOSEN[job.policy],
-        ):
-            self._console.print(paragraph, end="\n\n")
-
-    def _cells(self, recurrence: int, trial: TrialView) -> list[str]:
-        return [
-            str(recurrence),
-            str(trial.batch_size),
-            _number(trial.epochs, 0),
-            _number(trial.time_s, 1),
-            _number(trial.cost_j, 0),
-            _OUTCOMES.get(trial.state, trial.state),
-            escape(printable(trial.reason)),
-        ]
-
 
 _COLUMNS = ("run", "size", "epochs", "seconds", "cost J", "outcome", "why this size")
 _WIDTHS = (3, 5, 6, 7, 6, 14)
 
 
 def _row(cells: Sequence[str], style: str = "") -> Table:
-    """Return a table of one row, because rich cannot redraw a table that is taller than the screen."""
+    """Return a table of one row, so that each row appears as soon as its trial has ended."""
     table = Table(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0), style=style)
     for width in _WIDTHS:
         table.add_column(width=width, justify="left" if width == _WIDTHS[-1] else "right")
