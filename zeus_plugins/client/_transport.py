@@ -13,8 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeAlias
-from urllib.request import getproxies, proxy_bypass
+from typing import Any, TypeAlias
+from urllib.request import getproxies
 
 import httpx
 
@@ -66,38 +66,27 @@ def _answer(tasks: SimpleQueue[_Task], answer: Future[httpx.Response], receive: 
     del answer, receive, tell  # the error refers to this frame: its connection is closed without the garbage collector
 
 
-def transport_to(server_url: str) -> httpx.HTTPTransport:
-    """Return connections to one server, through the environment's proxy.
+def connections_to(server_url: str, **options: Any) -> httpx.Client:
+    """Return a client with these options for one server, through the environment's proxy.
 
     Raises:
         ZeusBSOServerUnreachableError: The environment names a proxy that cannot be used.
     """
     url = httpx.URL(server_url)
+    # No proxy for this machine, because it would see the token.
+    direct = {f"all://{url.netloc.decode('ascii')}": None} if _is_this_machine(url.host) else None
     try:
+        if not all(httpx.URL(each).host for each in getproxies().values() if "//" in each):
+            raise ValueError("a proxy has no host")
         # Certificates of authorities take long to load. Connections stay open until the next heartbeat.
-        return httpx.HTTPTransport(
-            verify=url.scheme == "https", proxy=_proxy_of(url), limits=httpx.Limits(keepalive_expiry=None)
-        )
+        limits = httpx.Limits(keepalive_expiry=None)
+        return httpx.Client(verify=url.scheme == "https", limits=limits, mounts=direct, **options)
     except (ValueError, httpx.InvalidURL, ImportError):  # no package for SOCKS
         # Do not chain the error: it may quote a password in the proxy's URL.
         raise ZeusBSOServerUnreachableError(
             f"no connection to {url.host}: the proxy in HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used. "
             "Correct the variable (socks5:// needs: pip install 'httpx[socks]'), or add the host to NO_PROXY"
         ) from None
-
-
-def _proxy_of(url: httpx.URL) -> httpx.Proxy | None:
-    """Return the environment's proxy for a URL; None for this machine, because a proxy would see the token."""
-    if _is_this_machine(url.host) or proxy_bypass(url.netloc.decode("ascii")):
-        return None
-    proxies = getproxies()
-    named = proxies.get(url.scheme) or proxies.get("all")
-    if not named:
-        return None
-    proxy = httpx.Proxy(named if "://" in named else f"http://{named}")
-    if not proxy.url.host:
-        raise ValueError("no host")
-    return proxy
 
 
 def _is_this_machine(host: str) -> bool:

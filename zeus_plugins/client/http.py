@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from zeus_plugins.client._transport import received_within, transport_to
+from zeus_plugins.client._transport import connections_to, received_within
 from zeus_plugins.client.port import DEFAULT_TIMEOUT_S, NO_RETRIES, Retries, ServerPort, error_of
 from zeus_plugins.environment import SERVER_URL, TOKEN
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
@@ -231,13 +231,14 @@ class BsoClient(ServerPort):
         # A forked process must not use its parent's connections.
         if self._http is None or self._http_pid != os.getpid():
             self._http_pid = os.getpid()
-            self._http = httpx.Client(
+            self._http = connections_to(
+                self.server_url,
                 auth=self._login,
                 headers={"Accept-Encoding": "identity"}
                 | ({"Authorization": f"Bearer {self._token}"} if self._token else {}),
                 timeout=self.timeout_s,
                 # Copied, because closing a client closes its transport, which a copy of this client may use.
-                transport=copy.copy(self._transport) or transport_to(self.server_url),
+                transport=copy.copy(self._transport),
             )
         return self._http
 
