@@ -117,9 +117,6 @@ def create_app(settings: Settings | None = None) -> Litestar:
 
 def store_of(settings: Settings) -> Store:
     """Return a store for the database in the settings; raise `ValueError` if that database cannot be used."""
-    if settings.echo_sql:
-        # SQLAlchemy's option `echo` would also add a log handler.
-        logging.getLogger("sqlalchemy.engine").setLevel(logging.INFO)
     password = settings.db_password
     database = open_database(
         settings.database_url,

@@ -28,6 +28,7 @@ _LEASES = LeasePolicy()
 
 # Fields of earlier versions, each with what to do instead.
 _REMOVED = {
+    "echo_sql": "log_statement of PostgreSQL, or general_log of MariaDB, logs the statements",
     "rate_limit_per_minute": "limit the requests of an address in the proxy, such as by limit_req of nginx",
     "sso_admins": "single sign-on is for reading the pages; bso-server token makes and revokes tokens",
     "tracing": "docs/metrics.md shows how to trace the server with OpenTelemetry's middleware",
@@ -51,7 +52,6 @@ class Settings(BaseSettings):
         server_port: Port to listen on.
         log_level: Lowest level that is logged.
         log_format: Format of log lines, text or JSON.
-        echo_sql: True to log every SQL statement.
         crash_retries: Crashes after which the server excludes a batch size that has never completed a run.
         reap_interval_s: Seconds between two searches for expired trials.
         heartbeat_interval_s: Seconds between two heartbeats of a training.
@@ -92,7 +92,6 @@ class Settings(BaseSettings):
     server_port: Annotated[int, Field(ge=1, le=65535)] = 8000
     log_level: Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG"] = "INFO"
     log_format: Literal["text", "json"] = "text"
-    echo_sql: bool = False
     crash_retries: Annotated[int, Field(ge=1)] = 3
     reap_interval_s: Annotated[float, Field(gt=0)] = 60.0
     # This field precedes the lease, because the lease's validator sees only the fields before it.

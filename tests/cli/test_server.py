@@ -164,7 +164,12 @@ def test_removed_command_names_its_replacement(
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("RATE_LIMIT_PER_MINUTE", ".* proxy"), ("TRACING", "docs"), ("SSO_ADMINS", ".* bso-server token")],
+    [
+        ("RATE_LIMIT_PER_MINUTE", ".* proxy"),
+        ("ECHO_SQL", "log_statement"),
+        ("TRACING", "docs"),
+        ("SSO_ADMINS", ".* bso-server token"),
+    ],
 )
 def test_removed_setting_names_its_replacement(name: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"ZEUS_BSO_{name}", "60")
@@ -226,13 +231,13 @@ def test_importing_the_application_has_no_side_effects(tmp_path: Path) -> None:
 
 def test_settings_have_the_documented_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".env").write_text("ZEUS_BSO_SERVER_PORT=1001\nZEUS_BSO_LOG_LEVEL=DEBUG\nZEUS_BSO_ECHO_SQL=1\n")
+    (tmp_path / ".env").write_text("ZEUS_BSO_SERVER_PORT=1001\nZEUS_BSO_LOG_LEVEL=DEBUG\nZEUS_BSO_INSECURE=1\n")
     monkeypatch.setenv("ZEUS_BSO_SERVER_PORT", "1002")
     monkeypatch.setenv("ZEUS_BSO_LOG_LEVEL", "ERROR")
 
     settings = Settings(server_port=1003)
 
-    assert (settings.server_port, settings.log_level, settings.echo_sql) == (1003, "ERROR", True)
+    assert (settings.server_port, settings.log_level, settings.insecure) == (1003, "ERROR", True)
     assert settings.server_host == "127.0.0.1"
 
 

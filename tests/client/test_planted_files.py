@@ -142,8 +142,8 @@ def test_damaged_line_blocks_no_later_line(outbox: Outbox, line: int, rubbish: b
     assert box.damaged_lines == 1
     assert items_of(box) == [item for number, item in enumerate(FIVE, 1) if number != line]
     aside = box.close()
-    assert outbox.damaged() == [aside]
-    assert rubbish in outbox.damaged()[0].read_bytes()
+    assert outbox.refused() == [aside]
+    assert rubbish in outbox.refused()[0].read_bytes()
     assert outbox.waiting() == []
 
 
@@ -212,7 +212,7 @@ def test_sync_reports_damage(outbox: Outbox, capsys: pytest.CaptureFixture[str],
     path.write_bytes(path.read_bytes().replace(b'"metric"', b'"met\xff'))
     assert main(["sync", "--server-url", f"embedded://{tmp_path / 'bso.sqlite3'}"]) == 1
     told, complaint = capsys.readouterr()
-    (aside,) = outbox.damaged()
+    (aside,) = outbox.refused()
     assert "nothing waits; 1 lines cannot be read" in told
-    assert f"{aside}: set aside, as lines of it cannot be read" in told
+    assert f"{aside}: set aside: refused by its server, or not readable in part" in told
     assert "some lines cannot be read" in complaint

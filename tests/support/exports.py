@@ -41,9 +41,13 @@ def export_over(http: httpx.Client, job_id: str) -> Lines:
 
 
 def power_profiles_over(http: httpx.Client, job_id: str) -> Lines:
-    """Return the power-limit profiles of a job, each with the number of its trial."""
+    """Return the power-limit profiles of a job, each with the number and the size of its trial."""
     _, *trials = export_over(http, job_id)
-    return [{"trial_number": each["trial_number"], **each["power_profile"]} for each in trials if each["power_profile"]]
+    return [
+        {name: each[name] for name in ("trial_number", "batch_size")} | each["power_profile"]
+        for each in trials
+        if each["power_profile"]
+    ]
 
 
 def import_over(http: httpx.Client, lines: Lines | bytes, **query: Any) -> httpx.Response:

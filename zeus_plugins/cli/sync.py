@@ -45,9 +45,7 @@ def _sync(options: argparse.Namespace) -> None:
     if not files:
         print(f"nothing waits in {outbox.directory}")
     for path in outbox.refused():
-        print(f"{path}: set aside, as its server refused it; delete it when it is of no more use")
-    for path in outbox.damaged():
-        print(f"{path}: set aside, as lines of it cannot be read; delete it when it is of no more use")
+        print(f"{path}: set aside: refused by its server, or not readable in part; delete it if you do not need it")
     if options.dry_run:
         return
     if any(file.problem is not None and file.set_aside is None for file in files):

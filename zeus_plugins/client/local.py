@@ -269,8 +269,6 @@ def _settings_of(server_url: str) -> tuple[Settings, Path]:
 
 
 def _opened(settings: Settings) -> SqliteFile:
-    if settings.echo_sql:
-        logging.getLogger("sqlalchemy.engine").setLevel(logging.INFO)
     try:
         file = open_sqlite_file(settings.database_url, busy_timeout_s=_BUSY_TIMEOUT_S)
     except (ValueError, OSError) as error:

@@ -28,7 +28,6 @@ from zeus_plugins.protocol import CreatedJob, Ending, Evaluation, PowerLimitChoi
 
 _SUFFIX = ".jsonl"
 _REFUSED_SUFFIX = ".refused"
-_DAMAGED_SUFFIX = ".damaged"
 _NAME_LENGTH = 80
 _COPY = re.compile(r"-[0-9a-f]{16}-\d+\.jsonl$")
 
@@ -211,7 +210,7 @@ class OutboxFile:
 
     def close(self) -> Path | None:
         """Unlock the file, and delete it if nothing in it waits; return its new path if it was set aside."""
-        return self._release(_DAMAGED_SUFFIX if self.damaged_lines else None)
+        return self._release(_REFUSED_SUFFIX if self.damaged_lines else None)
 
     def _release(self, suffix: str | None) -> Path | None:
         """Close the file; if nothing waits, delete it or, with a suffix, set it aside and return its new path."""
@@ -307,12 +306,8 @@ class Outbox:
         return sorted(self.directory.glob(f"*{_SUFFIX}"), key=lambda path: (bool(_COPY.search(path.name)), *_age(path)))
 
     def refused(self) -> list[Path]:
-        """Return the files that a server refused, oldest first."""
+        """Return the files that a server refused, and those of which only damaged lines are left, oldest first."""
         return sorted(self.directory.glob(f"*{_REFUSED_SUFFIX}"), key=_age)
-
-    def damaged(self) -> list[Path]:
-        """Return the files of which only damaged lines are left, oldest first."""
-        return sorted(self.directory.glob(f"*{_DAMAGED_SUFFIX}"), key=_age)
 
     def box(self, sender: OutboxHeader, *, is_first: bool = True) -> OutboxFile:
         """Return an open box for the trial; see `put_on_disk`."""
