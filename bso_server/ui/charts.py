@@ -144,7 +144,7 @@ def metrics(page: JobPage) -> Plot | None:
         return None
     values = [point.metric for point in known if point.metric is not None]
     target = [] if job.target_metric is None else [job.target_metric]
-    y = Scale.over([*values, *target], zero=False, log=False)
+    y = Scale.over([*values, *target], zero=False)
     told = f"Between {units.number(min(values), 4)} and {units.number(max(values), 4)}"
     plot = Plot("metrics", "Metric at the end of each run", f"{told}.", _trial_scale(page.points), y, height=220)
     plot.axes([(value, units.number(value)) for value in y.ticks(4)], plot.x.whole_numbers(), "run")
@@ -162,7 +162,7 @@ def spark(points: Sequence[TrialPoint]) -> Picture | None:
     if not known:
         return None
     costs_j = [cost_j for _, cost_j, _ in known]
-    y, last = Scale.over(costs_j, log=False), max(len(points) - 1, 1)
+    y, last = Scale.over(costs_j), max(len(points) - 1, 1)
     dots = [
         Dot(
             "s5" if is_whole_run(point) else "s5 hollow", share(0.03 + 0.94 * index / last), 25 - 22 * y.at(cost_j), 2.2
@@ -235,7 +235,7 @@ def _belief_table(
     ends = [end for each in sizes for end in (each.low_j, each.high_j) if end is not None]
     # Cap the scale, because the wide band of a hardly known size would squeeze everything else together.
     most = 2.5 * max([*seen, min(means)])
-    scale = Scale.over([min(value, most) for value in (*seen, *means, *ends)], log=False)
+    scale = Scale.over([min(value, most) for value in (*seen, *means, *ends)])
     ticks = [(share(scale.at(value)), label) for value, label in scale.costs(show.run_cost_j, 4)]
     grid = [Line("grid", 0, 32, x, x) for x, _ in ticks]
     colour, rows = colours(job), []
@@ -261,7 +261,7 @@ def metric(page: TrialPage) -> Plot:
     """Chart the metric of a trial by epoch, with the target; the trial must have reported."""
     target, last = page.job.target_metric, page.epochs[-1]
     metrics = [each.metric for each in page.epochs]
-    y = Scale.over(metrics if target is None else [target, *metrics], zero=False, log=False)
+    y = Scale.over(metrics if target is None else [target, *metrics], zero=False)
     is_better = "rise to" if page.job.higher_is_better_metric else "fall to"
     goal = "a target that is not set yet" if target is None else units.exact(target)
     told = f"{units.number(last.metric, 4)} after {units.count(last.epoch, 'epoch', 4)}; it is to {is_better} {goal}."
@@ -302,13 +302,13 @@ def _epoch_scale(page: TrialPage) -> Scale:
 def power(profile: PowerProfileView, name: str) -> Plot:
     """Chart the energy of a step under each power limit; `name` is the chart's id."""
     samples = profile.samples
-    x = Scale.over([each.limit_w for each in samples], zero=False, log=False)
-    y = Scale.over([each.energy_per_step_j for each in samples], log=False)
+    x = Scale.over([each.limit_w for each in samples], zero=False)
+    y = Scale.over([each.energy_per_step_j for each in samples])
     least = min(samples, key=lambda each: each.energy_per_step_j)
     told = f"A step takes least energy, {units.energy(least.energy_per_step_j)}, at {units.number(least.limit_w)} W."
     plot = Plot(name, "Energy of a step under each power limit", told, x, y, height=200)
     watts = [(value, f"{units.number(value)}{units.SPACE}W") for value in x.ticks(6)]
-    plot.axes(y.energies(None, 4), watts, "power limit of each GPU")
+    plot.axes(y.energies(4), watts, "power limit of each GPU")
     plot.path([(each.limit_w, each.energy_per_step_j) for each in samples], "line")
     for each in samples:
         told = (

@@ -13,9 +13,6 @@ from typing import NamedTuple
 
 from bso_server.ui import units
 
-# An axis of positive values is logarithmic if the largest is more than this many times the smallest.
-_WIDE = 30.0
-
 # Least distance between labels: vertical in pixels, horizontal as a share of a wide and of a narrow screen.
 _LINE_HEIGHT = 20.0
 _APART = 0.045
@@ -27,28 +24,21 @@ Ticks = list[tuple[float, str]]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The part of an axis from `low` to `high`. Both are finite and differ; a logarithmic axis is positive."""
+    """The part of an axis from `low` to `high`. Both are finite and differ."""
 
     low: float
     high: float
-    is_log: bool = False
 
     @classmethod
-    def over(cls, values: Iterable[float], *, zero: bool = True, log: bool | None = None) -> Scale:
+    def over(cls, values: Iterable[float], *, zero: bool = True) -> Scale:
         """Return an axis that covers these values.
 
         Args:
             values: The values; infinities and NaN are ignored.
-            zero: Whether a linear axis includes 0.
-            log: Whether the axis is logarithmic; None decides by the values.
+            zero: Whether the axis includes 0.
         """
         found = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
         low, high = min(found), max(found)
-        if log is None:
-            log = low > 0 and high / low > _WIDE
-        if log:
-            room = max((high / low) ** 0.06, 1.1)
-            return cls(low / room, high * room, is_log=True)
         if zero:
             low, high = min(low, 0.0), max(high, 0.0)
         if low == high:
@@ -60,14 +50,10 @@ class Scale:
 
     def at(self, value: float) -> float:
         """Return the place of a value: 0 at the low end, 1 at the high end."""
-        if self.is_log:
-            return math.log(value / self.low) / math.log(self.high / self.low) if value > 0 else 0.0
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int = 6) -> list[float]:
         """Return about `most` round numbers within the axis: multiples of a step of 1, 2 or 5 times a power of ten."""
-        if self.is_log and self.high / self.low >= 10:
-            return self._log_ticks(most)
         least = (self.high - self.low) / most
         power: float = 10.0 ** math.floor(math.log10(least))
         step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
@@ -75,26 +61,17 @@ class Scale:
         last = math.floor(self.high / step + 1e-9)
         return [index * step for index in range(first, last + 1)]
 
-    def _log_ticks(self, most: int) -> list[float]:
-        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        for steps in ((1, 2, 5), (1, 3), (1,)):
-            found = [step * 10.0**power for power in range(first, last + 1) for step in steps]
-            within = [tick for tick in found if self.low <= tick <= self.high]
-            if len(within) <= most:
-                return within
-        return within[:: math.ceil(len(within) / most)]
-
-    def energies(self, unit: tuple[float, str] | None = None, most: int = 5) -> Ticks:
-        """Return round energies in one unit, by default the unit that fits the largest energy."""
-        size, name = unit or units.energy_unit(max(abs(self.low), abs(self.high)))
+    def energies(self, most: int = 5) -> Ticks:
+        """Return round energies in the unit that fits the largest energy."""
+        size, name = units.energy_unit(max(abs(self.low), abs(self.high)))
         return [(value, label if value else "0") for value, label in self._in_unit(size, name, most)]
 
     def costs(self, of_unit_j: float | None, most: int = 5) -> Ticks:
         """Return costs that are round percentages of `of_unit_j` joules, or for None, round energies."""
-        return self.energies(None, most) if of_unit_j is None else self._in_unit(of_unit_j / 100, "%", most)
+        return self.energies(most) if of_unit_j is None else self._in_unit(of_unit_j / 100, "%", most)
 
     def _in_unit(self, size: float, name: str, most: int) -> Ticks:
-        ticks = Scale(self.low / size, self.high / size, self.is_log).ticks(most)
+        ticks = Scale(self.low / size, self.high / size).ticks(most)
         return [(value * size, f"{units.number(value)}{units.SPACE}{name}") for value in ticks]
 
     def whole_numbers(self, most: int = 10) -> Ticks:
