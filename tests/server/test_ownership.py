@@ -119,7 +119,7 @@ class TestAnotherToken:
             site.session(other).ask()
         assert len(site.trials(owner)) == 1
 
-    def test_training_resumed_with_a_foreign_token_continues_and_leaves_its_results_to_an_administrator(
+    def test_training_resumed_with_a_foreign_token_continues_and_an_administrator_delivers_the_results(
         self, site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         owner, other = site.token("nightly"), site.token("other")
