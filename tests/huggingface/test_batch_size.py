@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -28,7 +29,10 @@ from tests.support.odd_sizes import Buckets, first_of
 from tests.support.versions import since
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
+from zeus_plugins.huggingface._trainer import HuggingFacePort
 from zeus_plugins.protocol import EndReason, TrialState
+from zeus_plugins.training.batches import BatchSplit
+from zeus_plugins.training.patches import Patches
 
 # Batch size: the ways in which a user may give model, data and arguments.
 LOSS = {"monitor": "loss", "target": 1000.0, "higher_is_better_metric": False}
@@ -469,6 +473,31 @@ def test_trainer_without_hash_has_a_trial(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback(), kind=ComparedTrainer)
     trainer.train()
     assert bench.only_trial().state is TrialState.COMPLETED
+
+
+def test_size_that_kto_refuses_is_an_obstacle(bench: Bench) -> None:
+    trainer = bench.trainer(per_device_train_batch_size=2)
+    port = HuggingFacePort(trainer)
+    assert port.facts(Patches(), counts_samples=True).obstacle(BatchSplit(1, 2)) is None
+    vars(trainer)["calculate_KL"] = True
+    obstacle = port.facts(Patches(), counts_samples=True).obstacle
+    assert obstacle(BatchSplit(2, 1)) is None
+    assert "KTO compares the samples of a device's batch" in (obstacle(BatchSplit(1, 2)) or "")
+
+
+def test_phases_of_adalora_and_of_a_constant_schedule_follow_samples(bench: Bench) -> None:
+    adapter = SimpleNamespace(total_step=70, tinit=7, tfinal=14, deltaT=1)
+    plain = SimpleNamespace(r=8)
+    trainer = bench.trainer(per_device_train_batch_size=8, lr_scheduler_kwargs={"num_decay_steps": 21, "num_cycles": 1})
+    vars(trainer.model)["peft_config"] = {"default": adapter, "plain": plain}
+    patches, own = Patches(), vars(adapter).copy()
+    _, told = HuggingFacePort(trainer).follow_samples(8, BatchSplit(56, 1), patches)
+    assert vars(adapter) == {"total_step": 10, "tinit": 1, "tfinal": 2, "deltaT": 1}
+    assert trainer.args.lr_scheduler_kwargs == {"num_decay_steps": 3, "num_cycles": 1}
+    assert {"total_step 70 → 10", "num_decay_steps 21 → 3"} <= {*told}
+    patches.undo()
+    assert vars(adapter) == own
+    assert trainer.args.lr_scheduler_kwargs["num_decay_steps"] == 21
 
 
 # Verdicts

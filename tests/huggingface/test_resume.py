@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -78,10 +79,13 @@ def test_resumed_schedule_continues_from_checkpoint(bench: Bench) -> None:
     assert resumed.rates == pytest.approx(undisturbed.rates[14:])
 
 
-def test_restored_callbacks_leave_trial_unchanged(bench: Bench) -> None:
+def test_restored_callbacks_leave_trial_unchanged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("transformers.trainer").addHandler(caplog.handler)
     job = long_job(bench)
     interrupt(bench, job, KeyboardInterrupt())
     callback = bench.callback(job)
     trainer = bench.trainer(callback, scores=(0.9,), restore_callback_states_from_checkpoint=True, **RESUMABLE)
     trainer.train(resume_from_checkpoint=True)
+    logging.getLogger("transformers.trainer").removeHandler(caplog.handler)
     assert bench.view().trials[-1].state is TrialState.COMPLETED
+    assert "zeus_bso" not in caplog.text

@@ -387,6 +387,39 @@ def test_metric_of_the_training_epoch_is_read_where_early_stopping_reads_it(
     assert [metric for metric, _ in read[: every - 1]] == [None] * (every - 1)
 
 
+class LogsAtEpochEnd(TrainOnly):
+    """Logs its metric only in its own hook at the end of the training epoch, which fails in `failing_epoch`."""
+
+    failing_epoch = -1
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == self.failing_epoch:
+            raise RuntimeError("the hook fails")
+        self.log("at_end", 0.2 * (self.current_epoch + 1))
+
+
+class AlsoValidates(LogsAtEpochEnd, Classifier):
+    """Has a validation beside."""
+
+
+@pytest.mark.parametrize("kind", [LogsAtEpochEnd, AlsoValidates])
+def test_metric_of_the_modules_own_hook_at_the_end_of_an_epoch_is_reported(bench: Bench, kind: Any) -> None:
+    zeus = bench.callback(bench.job(0.55, max_epochs=4, higher_is_better_metric=True), monitor="at_end")
+    module, watch = kind(), Watch(zeus)
+    quiet_trainer(zeus, watch, max_epochs=4).fit(module, train_loader())
+    assert (zeus.trial.metric, zeus.trial.epochs, bench.only_trial().state) == (0.6, 3, TrialState.COMPLETED)
+    assert "on_train_epoch_end" not in vars(module)
+
+
+def test_hook_that_fails_is_restored(bench: Bench) -> None:
+    zeus = bench.callback(bench.job(NEVER * 10, max_epochs=4, higher_is_better_metric=True), monitor="at_end")
+    module = AlsoValidates(0.1)
+    module.failing_epoch = 1
+    with pytest.raises(RuntimeError, match="the hook fails"):
+        quiet_trainer(zeus, max_epochs=4).fit(module, train_loader())
+    assert "on_train_epoch_end" not in vars(module)
+
+
 @pytest.mark.parametrize("run", ["fast_dev_run", "validate", "test", "predict"])
 def test_callback_is_idle_outside_training(bench: Bench, run: str) -> None:
     callback = bench.callback()

@@ -177,6 +177,34 @@ def test_batches_of_a_wrong_size_are_an_error_naming_the_loader(make: Callable[[
         train()
 
 
+class NoDuplicatesBatchSampler(Dealing):
+    """A sampler of this name, as sentence-transformers has one."""
+
+
+class Wrapping(Dealing):
+    """A batch sampler over another one."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.inner = BatchSampler(range(64), 16, drop_last=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        (NoDuplicatesBatchSampler, "the data cannot fill such batches: use smaller sizes"),
+        (Wrapping, "call the sampler's attribute 'inner' batch_sampler"),
+        (Dealing, "the remedy of the framework"),
+    ],
+)
+def test_remedy_fits_the_sampler(kind: type[Dealing], remedy: str) -> None:
+    loader = DataLoader(data(64), batch_sampler=kind(8, 8, 8, 8, 8, 8))
+    count = SampleCount(16, "the remedy of the framework")
+    count.watch(loader, Patches())
+    with pytest.raises(ZeusBSOConfigError, match=remedy):
+        list(loader)
+
+
 def collated(collate: Callable[[Any], Any], batch_size: int = 2, workers: int = 0) -> DataLoader[Any]:
     return DataLoader(data(8), batch_size=batch_size, collate_fn=collate, num_workers=workers)
 

@@ -132,6 +132,13 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 }
 
 
+def test_size_that_never_validates_is_refused_with_manual_optimization(bench: Bench) -> None:
+    trainer = quiet_trainer(bench.callback(steps="unchanged"), max_steps=3)
+    with pytest.raises(ZeusBSOConfigError, match=r"^batch sizes 24, 48 .* at 24, Trainer\(max_steps=3\) ends before"):
+        trainer.fit(ManualModule(), train_loader())
+    assert not bench.is_registered()
+
+
 @pytest.mark.parametrize(("data", "options", "problem"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
 def test_impossible_size_of_a_described_job_is_refused_before_a_trial(
     bench: Bench, data: Callable[[], Any], options: dict[str, Any], problem: str

@@ -121,6 +121,12 @@ def test_stop_without_the_target_raises() -> None:
     assert optimizer.training_finished
 
 
+def test_loop_that_is_repeated_after_it_ran_out_of_memory_is_refused_with_a_remedy() -> None:
+    optimizer = training_with(ContractDouble(KEEP_TRAINING))
+    with pytest.raises(ZeusBSOOperationOrderError, match="If find_executable_batch_size repeats the loop, remove it"):
+        optimizer.on_train_begin()
+
+
 def test_further_rank_without_a_trial_refuses_every_call() -> None:
     optimizer = BatchSizeOptimizer(None, None, JOB, rank=3)
     for call in (

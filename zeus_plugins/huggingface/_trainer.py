@@ -64,6 +64,9 @@ _FOLLOW = (
 # that defines `__eq__` has no hash.
 _OPTIMIZERS: WeakKeyDictionary[object, str] = WeakKeyDictionary()
 
+# Lengths of phases, in steps, of AdaLoRA and of a schedule with a constant phase (WSD).
+_PHASES = ("total_step", "tinit", "tfinal", "deltaT", "num_decay_steps", "num_stable_steps")
+
 # Parts of the names of losses that use the other samples of a batch as negative examples.
 _IN_BATCH = ("Negatives", "GIST", "MegaBatch")
 
@@ -286,6 +289,12 @@ class HuggingFacePort:
             settings.interval(args, name, scale.steps)
         if is_multiple:
             patches.set_attribute(args, "save_steps", args.eval_steps * per_checkpoint)
+        adapters: Any = getattr(self._trainer.model, "peft_config", None)
+        holders: list[Any] = [vars(each) for each in adapters.values()] if isinstance(adapters, dict) else []
+        for holder in (*holders, args.lr_scheduler_kwargs or {}):
+            for name in _PHASES:
+                if holder.get(name):
+                    settings.item(holder, name, scale.steps)
         return scale, settings.told
 
     def _batches(self, split: BatchSplit) -> int | None:
@@ -307,7 +316,9 @@ class HuggingFacePort:
         return generation_unit(self._trainer) > 1 or has_own_loader(self._trainer)
 
     def _shortage(self, split: BatchSplit) -> str | None:
-        """Return the reason why the data have no batch at this split, or None."""
+        """Return the reason why the data have no batch at this split, or the trainer refuses it; or None."""
+        if split.per_device == 1 and getattr(self._trainer, "calculate_KL", False):
+            return "KTO compares the samples of a device's batch, of which there is one"
         samples = samples_of(self._trainer.train_dataset)
         if self._counts_otherwise or samples is None or samples >= split.per_device * split.accumulation * self.devices:
             return None

@@ -231,6 +231,10 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         scale = run.active.scale_learning_rate
         run.patches.extend(trainer, "create_scheduler", then=lambda _: scale())
         run.patches.extend(trainer, "_save_checkpoint", first=lambda: self._keep_state(trainer.state))
+        # The trainer would warn of a callback of this name.
+        run.patches.extend(
+            trainer, "_load_callback_state", first=lambda: checkpointed(trainer.state).pop(_STATE_KEY, None)
+        )
 
     def _check(self, trainer: Trainer) -> None:
         """Check the trainer before a trial begins."""

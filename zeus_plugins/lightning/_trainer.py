@@ -288,8 +288,8 @@ class LightningPort:
             until = ((every or 1) - 1) * batches + interval
         epochs, rest = divmod(until, batches)
         steps = epochs * math.ceil(batches / split.accumulation) + rest // split.accumulation
-        # With manual optimization, several optimizers may count their steps together.
-        if 0 < trainer.max_steps - trainer.global_step < steps and self.no_accumulation is None:
+        # With manual optimization, each batch has at least one step.
+        if 0 < trainer.max_steps - trainer.global_step < steps:
             return f"Trainer(max_steps={trainer.max_steps}) ends before the first report, which is after {steps} steps"
         return None
 

@@ -28,6 +28,7 @@ from zeus_plugins.lightning._trainer import (
 from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.batch_size import BatchSizeArguments
 from zeus_plugins.training.defaults import check_epochs
+from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.run import TrialRun, error_of
 
 _logger = logging.getLogger("zeus_plugins")
@@ -146,7 +147,17 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         """Report the epoch if its validation did not; raise an error if a due validation was left out."""
         if self._awaits_epoch or not trainer.enable_validation:
             self._awaits_epoch = False
-            self._report(trainer)
+            if logs_now(trainer, self._metric_name):
+                self._report(trainer)
+            else:  # Lightning calls the module's hook next, which may log the metric, as for EarlyStopping
+                hook = Patches()
+                self._run.patches.include(hook)
+
+                def report(_: object) -> None:
+                    hook.undo()
+                    self._report(trainer)
+
+                hook.extend(pl_module, "on_train_epoch_end", then=report)
             return
         missed = None if self._validated_epoch == trainer.current_epoch else missed_validation(trainer)
         if missed is not None and self._run.active is not None and self._run.active.is_reporting:

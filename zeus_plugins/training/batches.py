@@ -242,6 +242,7 @@ class SampleCount:
         else:
             self._name = f"{self._name} with {type(sampler).__name__}"
             samplers = nested_samplers(sampler)
+            self._remedy = _remedy_of(samplers[-1]) or self._remedy
             self._settles = all(type(each).__module__.startswith(_EVEN_SAMPLERS) for each in samplers)
             self._parts = len(getattr(samplers[-1], "batch_samplers", ()))
             _extend_iteration(sampler, lambda batches: self._counted(batches, len), patches)
@@ -319,6 +320,16 @@ class SampleCount:
             f"size was set: {self._remedy}",
             of_size=True,
         )
+
+
+def _remedy_of(sampler: Any) -> str | None:
+    """Return the advice for a batch sampler that cannot follow a batch size by its `batch_size`; None for others."""
+    if any("NoDuplicates" in kind.__name__ for kind in type(sampler).__mro__):
+        return "the sampler puts no text twice into a batch, and the data cannot fill such batches: use smaller sizes"
+    for name, inner in getattr(sampler, "__dict__", {}).items():
+        if isinstance(getattr(inner, "batch_size", None), int) and hasattr(inner, "__iter__"):
+            return f"call the sampler's attribute {name!r} batch_sampler, so that the size of its batches is set, too"
+    return None
 
 
 class CheckedCollate:

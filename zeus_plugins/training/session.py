@@ -308,7 +308,10 @@ class TrialSession:
         if self.trial.has_extended_server and not reporter.is_away:
             self._complete(reporter.job, optimizer, scaling)
         if self._measuring:
-            raise ZeusBSOOperationOrderError("the measurement has begun already: begin it once per training")
+            raise ZeusBSOOperationOrderError(
+                "the measurement has begun already: begin it once per training. If find_executable_batch_size repeats"
+                " the loop, remove it: a run that is out of memory excludes its batch size"
+            )
         self._begin_window()
 
     def report_evaluation(

@@ -59,6 +59,13 @@ class StepSettings:
         """Scale an interval, such as the number of steps between two evaluations."""
         self._set(target, name, max(1, math.floor(getattr(target, name) * scale)))
 
+    def item(self, target: dict[str, Any], name: str, scale: Fraction) -> None:
+        """Scale the length of a phase in a dictionary of arguments."""
+        steps = max(1, math.floor(target[name] * scale))
+        if steps != target[name]:
+            self.told.append(f"{name} {target[name]} → {steps}")
+            self.patches.set_item(target, name, steps)
+
     def _set(self, target: object, name: str, count: int) -> None:
         before = int(getattr(target, name))
         if count != before:
