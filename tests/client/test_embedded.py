@@ -16,7 +16,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from statistics import median
 from unittest import mock
 
 import numpy as np
@@ -349,14 +348,14 @@ def test_continuous_writer_leaves_turns_to_concurrent_processes(file: Path) -> N
     with client_from_environment(timeout_s=60.0) as client:
         client.register(JobSpecFromClient.of(JOB, GPUS))
         trial = client.request_trial("digits-1")
-        turns = []
         with written_without_pause(file) as others:
+            before = len(others)
             for _ in range(20):
-                before = len(others)
                 client.heartbeat(trial)
-                turns.append(len(others) - before)
-    assert sum(turns) > 0
-    assert median(turns) < 3  # many turns pass during a heartbeat whose process waits for a processor
+            meanwhile = len(others) - before
+    # About one write of 50 ms for each heartbeat. Without turns, a heartbeat waits for hundreds of writes; in a process
+    # that waits five seconds for a processor, for a hundred.
+    assert 0 < meanwhile < 120
 
 
 @pytest.mark.parametrize("hindrance", ["held", "unreadable", "without locks"])
