@@ -76,13 +76,14 @@ def is_aside(trial: TrialRecord) -> bool:
 def as_counted(job: CreatedJob, then: CreatedJob, trial: TrialRecord) -> TrialRecord:
     """Return a trial that began under the terms `then` as it counts for the job: the same one if nothing changes.
 
-    At another size than the default, a trial by another rule is withdrawn. It keeps the reason of its end, from which
-    its state follows when the job returns to its rule.
+    At another size than the default, now or then, a trial by another rule is withdrawn. It keeps the reason of its end,
+    from which its state follows when the job returns to its rule.
     """
     if trial.other_gpus is not has_other_gpus(job, then):
         trial = changed(trial, other_gpus=not trial.other_gpus)
     state = None if trial.end_reason is None else _STATES.get(trial.end_reason)
-    is_other = trial.batch_size != job.default_batch_size and has_other_rule(job, then)
+    is_own = trial.batch_size == job.default_batch_size == then.default_batch_size
+    is_other = not is_own and has_other_rule(job, then)
     if is_other and trial.state is state:
         return changed(trial, state=TrialState.WITHDRAWN, message=f"{_ASIDE}{trial.message}")
     if not is_other and state is not None and is_aside(trial):

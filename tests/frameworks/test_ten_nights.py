@@ -396,6 +396,19 @@ def test_crash_after_resume_continues_with_weights_of_checkpoint(
     assert f"The training begins again with the weights of the checkpoint at {OWN}, your own batch size" in said
 
 
+def test_run_at_pinned_size_counts_only_while_it_is_pinned(bench: FrameworkBench) -> None:
+    counted = []
+    for sizes in ([8, OWN, 48], [8, OWN, 48], [48], [8, OWN, 48]):
+        work = Work()
+        said: dict[str, Any] = {"monitor": "score", "mode": "max", "target": 0.9, "job_id": bench.job_id}
+        callback = bench.BatchSize(batch_sizes=sizes, energy_monitor=work.monitor, **said)
+        bench.training(callback, work=work, epochs=2, scores=SCORES).train()
+        at_48 = [trial for trial in view(bench).trials if trial.batch_size == 48]
+        counted.append([trial.state is TrialState.COMPLETED for trial in at_48][:2])
+    # A pinned run has the rate of the script, and the run before it a scaled one.
+    assert counted == [[], [True], [False, True], [True, False]]
+
+
 def test_scripts_with_two_rules_in_turn_keep_the_runs_of_each(bench: FrameworkBench) -> None:
     rules = ["auto", "none"]
     ran: dict[str, list[int]] = {rule: [] for rule in rules}

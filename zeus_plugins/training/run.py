@@ -374,7 +374,9 @@ class TrialRun:
         known = Fingerprint(monitor=wish.monitor or None, samples=samples, data=data)
         fingerprint = port.fingerprint().completed_by(known)
         script_size = None if facts is None else facts.step_size
-        scaling = f"rate {self.options.lr_scaling}, steps {self.options.steps}"
+        scaling, default = f"rate {self.options.lr_scaling}, steps {self.options.steps}", plan.job.default_batch_size
+        if script_size not in (None, default) and self.options.lr_scaling != LrScaling.NONE:
+            scaling += f", from {default}"  # at a pinned size, the rates are those of the script's own size
         return replace(plan, fingerprint=fingerprint, script_size=script_size, scaling=scaling)
 
     def _enter(
