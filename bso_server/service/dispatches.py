@@ -27,6 +27,7 @@ def dispatch_of(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
         origin=trial.origin,
         reason=trial.reason,
         stop_rule=policy.stop_rule(job.registration, trial, job.min_cost_j),
+        scaling=job.registration.scaling,
     )
 
 

@@ -21,6 +21,7 @@ from tests.support.servers import ServerProcess
 from tests.support.sessions import GPUS, JOB, TRIAL, monitor_of, running_session, session_of, through_a_checkpoint
 from zeus_plugins.client.delivery import deliver_waiting
 from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, EstimateMonitor, Measurement, ReplayMonitor
@@ -30,7 +31,8 @@ from zeus_plugins.errors import (
     ZeusBSOOperationOrderError,
     ZeusBSORuntimeError,
 )
-from zeus_plugins.protocol import JobSpec, ReportResponse, StopRule, TrialState
+from zeus_plugins.protocol import JobSpec, ReportResponse, StopRule, TrialDispatch, TrialState
+from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.outcomes import end_trial_from_another_rank
 from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.trial import TrialInfo
@@ -101,6 +103,29 @@ def test_training_without_a_dispatch_belongs_to_the_generated_job() -> None:
     assert session.ask() == 32
     assert session.trial.job_id == "mnist-0badcafe"
     session.end()
+
+
+def test_trial_of_another_rule_is_given_back(tmp_path: Path) -> None:
+    """Another launch may register its rule between this one's registration and its request for a trial."""
+
+    class Raced(LocalServer):
+        races = 1
+
+        def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
+            self.races -= 1
+            if self.races >= 0:
+                other = self.show_job(job_id).job.model_copy(update={"scaling": "rate none", "revise": True})
+                self.register(other)
+            return super().request_trial(job_id, key)
+
+    with Raced(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        session = TrialSession(JobPlan(job=JOB, scaling="rate auto"), client, monitor_of((1.0, 50.0)))
+        session.ask()
+        view = client.show_job(JOB.job_id or "")
+        session.end()
+    assert view.job.scaling == "rate auto"
+    assert [trial.state for trial in view.trials] == [TrialState.WITHDRAWN, TrialState.RUNNING]
+    assert session.trial.trial_number == 2
 
 
 def test_session_can_be_pickled_before_asking() -> None:

@@ -241,6 +241,7 @@ class TrialDispatch(TrialId):
             for ``POST /trials``, because that training has already begun.
         is_first: True if no run of the job has counted yet. If the first evaluation of such a run reaches the target,
             our client goes on to the second one, which shows whether the direction of the metric is right.
+        scaling: The job's `scaling`, for which the trial counts.
     """
 
     origin: Origin | None = None
@@ -248,6 +249,7 @@ class TrialDispatch(TrialId):
     stop_rule: StopRule | None = None
     power_profile: PowerProfile | None = None
     is_first: bool = False
+    scaling: Text | None = None
 
 
 class OfflineTrial(WireMessage):

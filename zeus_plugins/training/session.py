@@ -176,11 +176,18 @@ class TrialSession:
         registration: JobSpecFromClient = job
         trouble: ZeusBSORuntimeError | None = None
         try:
-            registration = self._register(job)
-            if check is not None:
-                check(self.plan.job)
-            dispatch = self._client.request_trial(registration.job_id, self._key)
-            trial = TrialInfo(**dispatch.model_dump(exclude={"origin", "is_first"}))
+            while True:
+                registration = self._register(job)
+                if check is not None:
+                    check(self.plan.job)
+                dispatch = self._client.request_trial(registration.job_id, self._key)
+                if dispatch.scaling in (None, registration.scaling):
+                    break
+                # Another launch has changed the rule since the registration, and the trial would count for that rule.
+                detail = f"another launch changed the scaling to {dispatch.scaling!r} at the same time"
+                self._client.end_trial(dispatch, Ending(outcome=TrialState.WITHDRAWN, detail=detail))
+                self._key = secrets.token_hex(16)
+            trial = TrialInfo(**dispatch.model_dump(exclude={"origin", "is_first", "scaling"}))
             self._is_first = dispatch.is_first and self._checks_direction
         except ZeusBSORuntimeError as error:
             if not error.is_outage:
