@@ -30,6 +30,7 @@ from tests.support.warm import LIGHTNING, TRANSFORMERS
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.protocol import JobView, Origin, TrialState
+from zeus_plugins.training import port
 
 # A rank of two trains in several ways, one after another: ``python -m tests.frameworks.test_two_processes BENCH URL
 # FOLDER WAY…``, with ``BENCH`` the module of a framework's bench. It writes down its observations.
@@ -105,6 +106,7 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
     callback, meter = bench.BatchSize(**asked, monitor="score", **said), bench.Energy()
     work = Work({2: OUT_OF_MEMORY} if way == "memory" and rank_here() == 1 else None)
     if way == "crash":
+        port.AGREEMENT_S = 120.0  # a busy machine may delay one of the processes
         work = Work({9: RuntimeError("in the second epoch of each process")})
     training = bench.training(callback, meter, work=work, **options)
     seen: dict[str, Any] = {}

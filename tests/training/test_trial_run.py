@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -611,6 +612,22 @@ def test_power_limits_are_stored_while_the_trial_is_open() -> None:
     over.resume(FakeTrainer(), lambda: OVER)
     active(over).keep_power_limits(choice)
     assert over.state()["trial"]["power_profile"] is None
+
+
+def test_rank_that_comes_after_the_deadline_does_not_continue_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # torch does not list it
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(port, "AGREEMENT_S", 0.1)
+    has_given_up = threading.Event()
+
+    def ask(trainer: FakeTrainer) -> bool:
+        if trainer.rank == 1:
+            has_given_up.wait(60.0)
+        is_agreed = port.all_agree(trainer, "trial 3", True)
+        has_given_up.set()
+        return is_agreed
+
+    assert on_each_rank(2, ask) == [False, False]
 
 
 @pytest.mark.parametrize(("answers", "is_agreed"), [((True, True), True), ((True, False), False), ((True,), False)])

@@ -24,7 +24,7 @@ from zeus_plugins.training.steps import StepScale
 
 T = TypeVar("T")
 
-AGREEMENT_S = 10.0
+AGREEMENT_S = 60.0
 """Seconds that a rank waits for the answers of the others in `all_agree`."""
 
 _logger = logging.getLogger("zeus_plugins.energy")
@@ -174,11 +174,15 @@ def all_agree(ranks: Ranks, topic: str, is_able: bool) -> bool:
     """
     if ranks.world_size == 1:
         return is_able
+    answers = [f"zeus/{topic}/{rank}" for rank in range(ranks.world_size)]
     try:
         store = sys.modules["torch"].distributed.distributed_c10d._get_default_store()
-        answers = [f"zeus/{topic}/{rank}" for rank in range(ranks.world_size)]
         store.set(answers[ranks.rank], str(int(is_able)))
-        store.wait(answers, timedelta(seconds=AGREEMENT_S))
+        try:
+            store.wait(answers, timedelta(seconds=AGREEMENT_S))
+        except Exception:
+            store.set(answers[ranks.rank], "0")  # a later rank must not continue without this one
+            raise
         return all(store.get(answer) == b"1" for answer in answers)
     except Exception as error:
         _logger.debug("the ranks did not agree about %s: %s", topic, error)
