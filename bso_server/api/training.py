@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import Annotated
 
 from litestar import Response, delete, get, patch, post, put
+from litestar.exceptions import NotFoundException
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import HeaderParameter, JSONBody
 
@@ -105,6 +106,12 @@ async def receive_heartbeat(data: JSONBody[Heartbeat], service: Service, request
 async def receive_power_profile(data: JSONBody[TrialPowerProfile], service: Service, request: CallerRequest) -> None:
     """Store the power-limit profile that a trial measured. Later trials of its batch size get it when they start."""
     await service.transact(service.commands.store_power_profile, data, caller=request.user)
+
+
+@put("/trials/probe", opt=_TRAINING, include_in_schema=False)
+async def refuse_probe() -> None:
+    """Tell a client of an earlier version that its server no longer takes probes; the client goes on without one."""
+    raise NotFoundException("probes of batch sizes were removed: update zeus-plugins where the training runs")
 
 
 @delete(

@@ -144,6 +144,18 @@ def test_counters_and_power_readings_are_listed(ask: Any) -> None:
     assert report.only("energy") == ("ok", "nvml")
 
 
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("--gpu-check", "run `python -m benchmarks.gpu_check`"),
+        ("--reset-power-limits", "run the commands that `zeus-plugins doctor` names"),
+    ],
+)
+def test_removed_option_names_what_to_do_instead(option: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", option]) == 1
+    assert f"{option} was removed: {instead}" in capsys.readouterr().err
+
+
 def test_gpu_without_a_counter_is_reported(ask: Any) -> None:
     report = ask(nvml=FakeNvml([FakeGpu(name="Tesla P100", counter_mj=None, power_mw=90_000)]))
     assert report.only("nvidia") == ("ok", "GPU 0 (Tesla P100): no energy counter, power reading")

@@ -188,6 +188,12 @@ def test_missing_monitor_is_reported_with_the_cause(capfd: pytest.CaptureFixture
     assert (status == 125 and "RAPL" in capfd.readouterr().err) or status == 0
 
 
+def test_removed_monitor_is_refused_with_the_replacement(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["energy", "--monitor", "amdsmi", "--", "true"])
+    assert "amdsmi was removed: Zeus reads AMD GPUs" in capfd.readouterr().err
+
+
 class Losing(FakeNvml):
     """A driver whose counter rises by a joule with each reading, until the file `lost` of its folder exists.
 

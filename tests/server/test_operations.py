@@ -376,16 +376,6 @@ def test_upgrade_quotes_the_driver_as_written(driver: str, tmp_path: Path) -> No
     assert done.stdout == f"{url} is at this version's schema\n"
 
 
-def test_sql_is_logged_once_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEUS_BSO_ECHO_SQL", "1")
-    monkeypatch.setenv("ZEUS_BSO_LOG_FORMAT", "json")
-    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
-        httpx.get(f"{server.url}/api/jobs", params={"prefix": "asked-once"}).raise_for_status()
-        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
-    assert sum("asked-once" in line["message"] for line in lines) == 1
-    assert sum("jobs.job_id_prefix = ?" in line["message"] for line in lines) == 1
-
-
 def test_lease_lengths_are_configurable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings(_env_file=None).leases == LeasePolicy()
     leases_s = {"HEARTBEAT_INTERVAL": 7, "HEARTBEAT_LEASE": 77, "SILENT_LEASE": 777, "SUSPENDED_LEASE": 7777}

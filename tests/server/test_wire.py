@@ -327,7 +327,8 @@ class TestChoosing:
 def test_unknown_routes_and_methods_are_refused(http: httpx.Client) -> None:
     assert_refused(http.get("/nothing"), 404, None)
     # A client of an earlier version continues without its probe.
-    assert_refused(http.put("/trials/probe", json={"job_id": "none"}), 404, None)
+    words = "probes of batch sizes were removed: update zeus-plugins where the training runs"
+    assert_refused(http.put("/trials/probe", json={"job_id": "none"}), 404, None, words)
     assert_refused(http.put("/jobs"), 405, None)
     response = http.put("/report")
     assert_refused(response, 405, None)

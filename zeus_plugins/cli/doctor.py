@@ -42,6 +42,11 @@ DISTRIBUTIONS = (
     "zeus",
 )
 
+_REMOVED = {
+    "--gpu-check": "run `python -m benchmarks.gpu_check` in a clone of the repository",
+    "--reset-power-limits": "run the commands that `zeus-plugins doctor` names",
+}
+
 _TIMEOUT_S = 5.0
 
 # A heartbeat of a trial that does not exist changes nothing, and no job is expected to have this id.
@@ -220,11 +225,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         " and the results that wait for it. Changes nothing. The exit status is 1 if a problem would stop a training or"
         " keep it from the server, otherwise 0.",
     )
+    for removed in _REMOVED:
+        parser.add_argument(removed, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    for removed, instead in _REMOVED.items():
+        if getattr(options, removed.removeprefix("--").replace("-", "_")):
+            raise ZeusBSOError(f"{removed} was removed: {instead}")
     findings = []
     for finding in examine():
         findings.append(finding)

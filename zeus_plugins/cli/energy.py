@@ -50,6 +50,13 @@ def _make(name: str, power_w: float | None) -> EnergyMonitor:
     return kinds[name](max_power_w=power_w)
 
 
+def _monitor_name(text: str) -> str:
+    """Refuse the name of a removed monitor; argparse checks the others."""
+    if text == "amdsmi":
+        raise argparse.ArgumentTypeError("amdsmi was removed: Zeus reads AMD GPUs (python -m zeus.monitor energy)")
+    return text
+
+
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``energy``."""
     parser = commands.add_parser(
@@ -62,6 +69,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--monitor",
+        type=_monitor_name,
         choices=("auto", "nvml", "nvml-power", "rapl", "estimate"),
         default="auto",
         help="energy monitor (default %(default)s: the best monitor of this machine)",

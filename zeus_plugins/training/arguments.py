@@ -80,6 +80,7 @@ _NAMES_BY_ANSWER = {
     "say target=…, the value of the metric at which the training is done": "stopping_threshold target_metric threshold",
     "say server_url=…": "url",
     "logging.getLogger('zeus_plugins').setLevel('WARNING') leaves out the lines": "quiet verbose",
+    "trainings no longer time other batch sizes: leave it out": "probe",
     "on_failure='finish' continues from the present weights, or from the first ones if the run has diverged": "restart",
     "another model, framework, optimizer or metric is a warning: give such a training another job_id": "strict",
     "a training always begins, at the default size if the server is away: zeus-plugins doctor checks the server": (
