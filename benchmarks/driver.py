@@ -1,7 +1,7 @@
 """The HTTP requests of a fleet of trainings, and the figures of their answers.
 
 The client shares the machine with the server that it measures. Requests are therefore encoded by hand, and each request
-opens a connection of its own, like those of a real training.
+opens a connection of its own, like the requests of a real training.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ def test_silent_dns_server_delays_training_steps_and_exit_at_most_by_the_timeout
     )
 
 
-def test_exit_functions_send_their_requests_in_a_thread_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_functions_send_requests_in_a_thread_of_an_earlier_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Since Python 3.12, they can start no thread; the requests keep their deadlines."""
     monkeypatch.setattr("zeus_plugins.client._transport._IDLE", [])
     error = RuntimeError("can't start new thread at interpreter shutdown")

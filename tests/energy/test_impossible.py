@@ -82,20 +82,20 @@ def test_right_counter_is_measured_whatever_the_limit(
     assert measured == Measurement(60.0, power_w * 60, "rapl")
 
 
-def test_limits_that_no_package_and_no_memory_can_draw_are_ignored(tmp_path: Path) -> None:
+def test_impossible_limits_of_package_and_memory_are_ignored(tmp_path: Path) -> None:
     zone = add_zone(tmp_path, PACKAGE, "package-0", max_power_uw=4_095_000_000)
     (zone / "constraint_0_power_limit_uw").write_text("205000000\n")
     add_zone(tmp_path, f"{PACKAGE}:0", "dram", max_power_uw=3_408_000_000)
     assert RaplMonitor(root=tmp_path).gpus().max_power == 205.0
 
 
-def test_counter_of_a_gpu_that_jumps_becomes_an_estimate() -> None:
+def test_jumping_counter_of_a_gpu_becomes_an_estimate() -> None:
     nvml, clock = FakeNvml(), Clock()
     measured = window(NvmlMonitor(nvml=nvml, clock=clock), clock, 2.5, lambda: nvml.machine[0].spend(2**32))
     assert measured == Measurement(2.5, 1750.0, f"nvml, {NOT_COUNTED.format(700)}")
 
 
-def test_power_that_a_gpu_cannot_draw_becomes_an_estimate() -> None:
+def test_impossible_power_of_a_gpu_becomes_an_estimate() -> None:
     nvml, clock = FakeNvml([FakeGpu(counter_mj=None, power_mw=593_000, max_power_mw=175_000)]), Clock()
     measured = window(NvmlPowerMonitor(nvml=nvml, clock=clock), clock, 0.5)
     assert measured == Measurement(0.5, 87.5, f"nvml power, integrated, {NOT_COUNTED.format(175)}")

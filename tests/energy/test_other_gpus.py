@@ -53,7 +53,7 @@ def test_another_accelerator_is_no_training_on_the_cpu(
     assert isinstance(energy.auto(device_indices=(), probes=probes), RaplMonitor)
 
 
-def test_gpu_that_starts_after_the_choice_of_the_cpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_started_after_the_choice_of_the_cpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, clock = make_powercap(tmp_path), Clock()
     monitor = RaplMonitor(root=root, clock=clock)
     start_gpu(monkeypatch)
@@ -90,7 +90,7 @@ class OldBindings:
         return getattr(self._driver, name)
 
 
-def test_package_that_replaces_the_bindings_leads_to_an_estimate(tmp_path: Path) -> None:
+def test_package_in_place_of_the_bindings_leads_to_an_estimate(tmp_path: Path) -> None:
     choice = choose(99.0, probes=probes_of(OldBindings(), powercap=make_powercap(tmp_path)))
     assert isinstance(choice.monitor, EstimateMonitor)
     assert choice.monitor.source == "estimate: 99 W stated"

@@ -475,7 +475,7 @@ def test_trainer_without_hash_has_a_trial(bench: Bench) -> None:
     assert bench.only_trial().state is TrialState.COMPLETED
 
 
-def test_size_that_kto_refuses_is_an_obstacle(bench: Bench) -> None:
+def test_size_refused_by_kto_is_an_obstacle(bench: Bench) -> None:
     trainer = bench.trainer(per_device_train_batch_size=2)
     port = HuggingFacePort(trainer)
     assert port.facts(Patches(), counts_samples=True).obstacle(BatchSplit(1, 2)) is None

@@ -411,7 +411,7 @@ def test_metric_of_the_modules_own_hook_at_the_end_of_an_epoch_is_reported(bench
     assert "on_train_epoch_end" not in vars(module)
 
 
-def test_hook_that_fails_is_restored(bench: Bench) -> None:
+def test_failing_hook_is_restored(bench: Bench) -> None:
     zeus = bench.callback(bench.job(NEVER * 10, max_epochs=4, higher_is_better_metric=True), monitor="at_end")
     module = AlsoValidates(0.1)
     module.failing_epoch = 1

@@ -35,7 +35,7 @@ def test_costs_of_recorded_runs_are_compared_by_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_job_that_has_only_tried_the_default_needs_no_ab_test(tmp_path: Path) -> None:
+def test_job_with_runs_at_the_default_only_needs_no_ab_test(tmp_path: Path) -> None:
     savings, found = ab("tabular", number=1, pairs=3, state=State(tmp_path))
     assert savings.recurrences == 1
     assert found is None

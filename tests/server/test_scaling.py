@@ -97,7 +97,7 @@ async def test_sizes_crashed_by_another_rule_are_tried_again(store: Store) -> No
     assert (await states(bso))[-2] is TrialState.INFEASIBLE
 
 
-async def test_discarded_run_stays_discarded_when_its_rule_returns(store: Store) -> None:
+async def test_discarded_run_stays_discarded_when_the_earlier_rule_returns(store: Store) -> None:
     bso = await begun(store, "rate auto")
     await revise(bso, scaling="rate none")
     await bso.discard((await bso.show()).trials[1].model_copy())

@@ -132,7 +132,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 }
 
 
-def test_size_that_never_validates_is_refused_with_manual_optimization(bench: Bench) -> None:
+def test_size_without_validation_is_refused_with_manual_optimization(bench: Bench) -> None:
     trainer = quiet_trainer(bench.callback(steps="unchanged"), max_steps=3)
     with pytest.raises(ZeusBSOConfigError, match=r"^batch sizes 24, 48 .* at 24, Trainer\(max_steps=3\) ends before"):
         trainer.fit(ManualModule(), train_loader())

@@ -121,7 +121,7 @@ def test_stop_without_the_target_raises() -> None:
     assert optimizer.training_finished
 
 
-def test_loop_that_is_repeated_after_it_ran_out_of_memory_is_refused_with_a_remedy() -> None:
+def test_repeated_loop_after_lack_of_memory_is_refused_with_a_remedy() -> None:
     optimizer = training_with(ContractDouble(KEEP_TRAINING))
     with pytest.raises(ZeusBSOOperationOrderError, match="If find_executable_batch_size repeats the loop, remove it"):
         optimizer.on_train_begin()

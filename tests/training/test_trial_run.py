@@ -614,7 +614,7 @@ def test_power_limits_are_stored_while_the_trial_is_open() -> None:
     assert over.state()["trial"]["power_profile"] is None
 
 
-def test_rank_that_comes_after_the_deadline_does_not_continue_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_after_the_deadline_does_not_continue_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # torch does not list it
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(port, "AGREEMENT_S", 0.1)
