@@ -65,7 +65,7 @@ class Order:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of either framework's callback besides the metric: README's, the sizes, and the compared arguments.
+        """The arguments of either framework's callback besides the metric: README's, the sizes, and compared arguments.
 
         If `epochs` is given, an unreachable target keeps runs from ending early. A run of a given size ends at this
         size, and no cost stops it.

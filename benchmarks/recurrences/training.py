@@ -79,8 +79,8 @@ def device_of(task: Task) -> str:
 def trained(order: Order, server_url: str, monitor: EnergyMonitor, measurement: Path) -> Outcome:
     """Train once in this process; return an outcome even if the training raises an error.
 
-    `measurement` is the folder of the measurement, for the files that its trainings share. The environment has the server's URL
-    and the job's id, so that the scripts need no argument for them.
+    `measurement` is the folder of the measurement, for the files that its trainings share. The environment has the
+    server's URL and the job's id, so that the scripts need no argument for them.
     """
     # The networks of the CPU tasks are too small to gain from more threads. With one thread, the CPU time equals the
     # time that the training takes on an idle machine.
