@@ -124,6 +124,8 @@ async def test_target_set_later_judges_runs_of_every_rule(store: Store) -> None:
     await revise(bso, scaling="rate none")
     await revise(bso, target_metric=0.5, target_runs=None)
     assert await states(bso) == [TrialState.COMPLETED, TrialState.WITHDRAWN]
+    # The report beyond the target is deleted: an import would refuse it.
+    assert [len(trial["epochs"]) for trial in (await exported(store, bso.job_id))[1:]] == [0, 0]
     await revise(bso, scaling="rate auto")
     assert await states(bso) == [TrialState.COMPLETED, TrialState.COMPLETED]
     assert [trial.epochs for trial in (await bso.show()).trials] == [9, 9]

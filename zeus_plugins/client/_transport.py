@@ -25,7 +25,8 @@ _Task: TypeAlias = tuple["Future[httpx.Response]", _Receive]
 
 # The tasks of each thread that waits for one. Exit functions can start no thread since Python 3.12.
 _IDLE: list[SimpleQueue[_Task]] = []
-os.register_at_fork(after_in_child=_IDLE.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_IDLE.clear)
 
 
 def received_within(limit_s: float, receive: _Receive) -> httpx.Response:
