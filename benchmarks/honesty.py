@@ -1,7 +1,7 @@
 """``python -m benchmarks.honesty``: would an A/B test confirm the product's verdicts about savings?
 
 Each simulated job explores five batch sizes and then recurs, with control runs where `bso_server.core.verdict` asks for
-them. A reader looks at the verdict after each of 50 runs. In an A/A job all sizes cost the same, so that each "saves"
+them. A reader looks at the verdict after each of 100 runs. In an A/A job all sizes cost the same, so that each "saves"
 or "loses" is wrong; in an A/B job the best size saves a known share.
 """
 
@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 
 from benchmarks.tables import text_table
 from bso_server.core.verdict import Evidence, Run, Verdict, is_control_due
-from zeus_plugins.protocol import BUSY_SHARE, GP_VOI, CreatedJob, SavingsWord, Share
+from zeus_plugins.protocol import BUSY_SHARE, CONTROLS, GP_VOI, CreatedJob, SavingsWord, Share
 
-RUNS = 50
-LOOKS = (10, 20, 50)
+RUNS = 100
+LOOKS = (10, 20, 30, 50, 100)
+FRONTIER = ("noise 20 %", "default's noise ×3", "10%, noise 5%", "30%, noise 20%", "60%, noise 20%")
+"""Kinds of jobs with which `--budgets` compares budgets of control runs."""
 _SIZES, _DEFAULT = 5, 0
 _WANDER = 0.05
 """Probability that the policy tries another size in a run after its exploration."""
@@ -61,7 +63,7 @@ def _drift(rng: np.random.Generator) -> Floats:
 
 
 def _step(rng: np.random.Generator) -> Floats:
-    return np.where(np.arange(RUNS) >= rng.integers(8, 42), math.log(rng.choice([0.5, 2.0])), 0.0)
+    return np.where(np.arange(RUNS) >= rng.integers(8, RUNS - 8), math.log(rng.choice([0.5, 2.0])), 0.0)
 
 
 def _growth(_rng: np.random.Generator) -> Floats:
@@ -158,27 +160,28 @@ class Played:
         covers_now: After each run, whether the interval of one run's saving contained the true saving.
         covers_so_far: After each run, whether the interval of the saving of all runs contained the true saving.
         wrongly_paid_back: Whether any verdict said that savings had paid for the exploration when they had not.
-        control_cost: Extra cost of control runs, as a share of the job's total cost.
+        control_costs: After each run, extra cost of control runs as a share of the job's total cost.
     """
 
     words: tuple[SavingsWord, ...]
     covers_now: tuple[bool, ...]
     covers_so_far: tuple[bool, ...]
     wrongly_paid_back: bool
-    control_cost: float
+    control_costs: tuple[float, ...]
 
 
-def play(world: World, seed: int) -> Played:
-    """Play one job of 50 runs."""
+def play(world: World, budget: float, seed: int) -> Played:
+    """Play one job of 100 runs with this budget of control runs."""
     rng, choices = np.random.default_rng([seed, 1]), np.random.default_rng([seed, 2])
     epochs, costs, relative, busy = world.costs(rng)
     job = CreatedJob(
         job_id="simulated", job_id_prefix="simulated", batch_sizes=tuple(range(1, _SIZES + 1)), default_batch_size=1,
-        policy=GP_VOI, mab_seed=seed, max_power=1, number_of_gpus=1, gpu_model="simulated",
+        policy=GP_VOI, mab_seed=seed, controls=budget, max_power=1, number_of_gpus=1, gpu_model="simulated",
     )  # fmt: skip
     best, least = _DEFAULT, math.inf
-    evidence = Evidence(_DEFAULT)
+    evidence = Evidence(_DEFAULT, budget)
     seen: list[tuple[Verdict, bool, bool]] = []
+    control_costs: list[float] = []
     wrongly_paid_back = False
     paid = wasted = at_default = extra = 0.0
     for number in range(RUNS):
@@ -192,7 +195,7 @@ def play(world: World, seed: int) -> Played:
         elif best != _DEFAULT and is_control_due(job, evidence.judge(best), number):
             size, is_control = _DEFAULT, True
         cost = float(costs[number, size])
-        evidence.add([Run(size, float(epochs[number, size]), cost, is_exploration, bool(busy[number]))])
+        evidence.add([Run(size, float(epochs[number, size]), cost, is_exploration, bool(busy[number]), is_control)])
         if number < _SIZES and cost < least:
             best, least = size, cost
         if number == _SIZES - 1 and world.saving > 0:
@@ -205,14 +208,14 @@ def play(world: World, seed: int) -> Played:
         so_far = 1 - (paid + wasted) / at_default
         wrongly_paid_back |= verdict.is_paid_back and so_far <= 0
         seen.append((verdict, now, _covers(verdict.so_far, so_far)))
+        control_costs.append(extra / (paid + wasted))
     words = tuple(verdict.word for verdict, _, _ in seen)
-    spent = paid + wasted
     return Played(
         words,
         tuple(now for _, now, _ in seen),
         tuple(so_far for *_, so_far in seen),
         wrongly_paid_back,
-        extra / spent,
+        tuple(control_costs),
     )
 
 
@@ -234,7 +237,7 @@ class Figures:
         right_by: The right verdict was shown at or before the look; one share for each of `LOOKS`.
         covered_now: The interval of one run's saving contained the true saving at each of `LOOKS`.
         covered_so_far: The interval of the saving of all runs contained the true saving at each of `LOOKS`.
-        control_cost: Extra cost of control runs, as a mean share of the total cost.
+        control_cost: Extra cost of control runs, as a mean share of the total cost until each of `LOOKS`.
     """
 
     world: str
@@ -245,7 +248,7 @@ class Figures:
     right_by: tuple[float, ...]
     covered_now: tuple[float, ...]
     covered_so_far: tuple[float, ...]
-    control_cost: float
+    control_cost: tuple[float, ...]
 
 
 def measure(world: World, played: Sequence[Played]) -> Figures:
@@ -263,7 +266,7 @@ def measure(world: World, played: Sequence[Played]) -> Figures:
         right_by=tuple(float(is_right[:, :look].any(axis=1).mean()) for look in LOOKS),
         covered_now=tuple(float(now[:, look - 1].mean()) for look in LOOKS),
         covered_so_far=tuple(float(so_far[:, look - 1].mean()) for look in LOOKS),
-        control_cost=float(np.mean([each.control_cost for each in played])),
+        control_cost=tuple(float(np.mean([each.control_costs[look - 1] for each in played])) for look in LOOKS),
     )
 
 
@@ -271,12 +274,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Play all kinds of jobs, print the table, and write the figures where asked."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.honesty", description=main.__doc__)
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="jobs of each kind (default: 200)")
+    parser.add_argument(
+        "--budgets",
+        type=float,
+        nargs="+",
+        metavar="SHARE",
+        help="print the verdicts and the cost of control runs with each of these budgets",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     options = parser.parse_args(arguments)
     figures = []
     with ProcessPoolExecutor() as pool:
-        for world in (*EQUAL, *SAVING):
-            figures.append(measure(world, list(pool.map(partial(play, world), range(options.seeds), chunksize=5))))
+        for budget in options.budgets or [CONTROLS]:
+            for world in (*EQUAL, *SAVING):
+                if options.budgets and world.name not in FRONTIER:
+                    continue
+                jobs = list(pool.map(partial(play, world, budget), range(options.seeds), chunksize=5))
+                name = f"{budget:.1%}: {world.name}" if options.budgets else world.name
+                figures.append(replace(measure(world, jobs), world=name))
     print(f"{options.seeds} jobs of {RUNS} runs of each kind; shares of jobs at looks {', '.join(map(str, LOOKS))}\n")
     print(text_table(_lines(figures)))
     if options.json is not None:
@@ -304,7 +319,7 @@ def _lines(figures: Sequence[Figures]) -> list[list[str]]:
             _percents(each.right_by) if each.saving else "-",
             _percents(each.covered_now),
             _percents(each.covered_so_far),
-            f"{each.control_cost:.1%}",
+            " / ".join(f"{100 * share:.1f}" for share in each.control_cost) + " %",
         ]
         for each in figures
     ]

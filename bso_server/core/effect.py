@@ -141,15 +141,10 @@ class EffectModel:
         self._epochs.skip()
         self._rate.skip()
 
-    def add(self, epochs: float, cost: float, *, is_default: bool, is_busy: bool = False) -> None:
-        """Learn the epochs and the cost (J) of one run."""
+    def add(self, epochs: float, pace: float, *, is_default: bool, is_busy: bool = False) -> None:
+        """Learn the epochs of one run, and its cost of an epoch (J)."""
         self._epochs.add(math.log(epochs), is_default)
-        self._rate.add(math.log(cost) - math.log(epochs), is_default, is_busy)
-
-    def add_epochs(self, epochs: float, *, is_default: bool) -> None:
-        """Learn the epochs of a run, but not its cost per epoch, as for the first run on a cold machine."""
-        self._epochs.add(math.log(epochs), is_default)
-        self._rate.skip()
+        self._rate.add(math.log(pace), is_default, is_busy)
 
     def effect(self, alpha: float = 0.05) -> Effect:
         """Return the effect with its interval, which errs on each side, over all looks, with probability `alpha`."""
@@ -164,6 +159,11 @@ class EffectModel:
             middle=float(_GRID[middle]),
             high=math.inf if high == len(_GRID) - 1 else float(_GRID[high]),
         )
+
+    def expected_loss(self) -> float:
+        """Return the mean of max(exp(δ) - 1, 0): by which share of its cost a run at the best size is cheaper."""
+        density = np.exp(self._log_posterior()) * np.gradient(_GRID)
+        return float(density @ np.maximum(np.expm1(_GRID), 0.0) / density.sum())
 
     def spreads(self) -> tuple[float, float]:
         """Return the spreads from run to run (log) of the epochs and of the cost per epoch at the best size."""

@@ -563,7 +563,7 @@ class InMemoryJob:
         self._in_flight: dict[int, TrialRecord] = {}
         self._explorations: dict[int, TrialRecord] = {}
         self._crashes = NO_CRASHES
-        self._evidence = Evidence(job.default_batch_size)
+        self._evidence = Evidence(job.default_batch_size, job.controls)
 
     @property
     def history(self) -> History:
@@ -626,7 +626,9 @@ class InMemoryJob:
             self._memory = policy.memory_after(state.registration, self._memory, [trial])
             self.state = replace(state, folded_event=state.event_count)
             if trial.state is TrialState.COMPLETED:
-                self._evidence.add([run_of(trial, cost_of(state.registration, trial))])
+                job = state.registration
+                first_j = job.cost_j(time_s=trial.first_time_s, energy_j=trial.first_energy_j)
+                self._evidence.add([run_of(trial, cost_of(job, trial), first_j)])
         if is_counted_exploration(trial):
             self._explorations[trial.trial_number] = trial
         else:

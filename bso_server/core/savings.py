@@ -120,6 +120,8 @@ def savings(
         recurrences=completed_count(tallies),
         exploration_cost_j=spent(lambda tally: tally.origin in (Origin.EXPLORATION, Origin.FINISH)).cost_j,
         control_cost_j=spent(lambda tally: tally.origin is Origin.CONTROL).cost_j,
+        control_share=cost.control_share,
+        control_budget=job.controls,
     )
 
 
@@ -158,9 +160,11 @@ def saved_since(
 
 def learn(job: CreatedJob, by: Mapping[str, Evidence], trials: Sequence[TrialRecord | CompletedRun]) -> None:
     """Add trials that reached the target, in the order in which they ended, to the evidence by fields of `Amounts`."""
-    taken = [amounts(job, energy_j=trial.energy_j, time_s=trial.time_s) for trial in trials]
-    for name, evidence in by.items():
-        evidence.add(run_of(trial, getattr(took, name)) for trial, took in zip(trials, taken, strict=True))
+    for trial in trials:
+        took = amounts(job, energy_j=trial.energy_j, time_s=trial.time_s)
+        first = amounts(job, energy_j=trial.first_energy_j or 0.0, time_s=trial.first_time_s or 0.0)
+        for name, evidence in by.items():
+            evidence.add([run_of(trial, getattr(took, name), getattr(first, name))])
 
 
 def _amount_saved(spent: float, verdict: Verdict) -> float | None:

@@ -1,12 +1,14 @@
 """The verdict whether a job saves against its default batch size, and the control runs that the verdict needs.
 
 The evidence is the runs at the default and at the best size. Exploration runs are no evidence, because the best size
-was chosen for its low cost in these runs. Of the first run of a job, only the epochs count, because it is often slow.
+was chosen for its low cost in these runs. The first run of a job, at the default, is evidence; its first epoch, which
+contains the start-up, does not count.
 
-A policy that has found its best size never runs the default again. Therefore one of every few trials in a row, a block,
-becomes a control run at the default. Its place in the block is random: at a fixed distance, control runs could coincide
-with another influence of the same period, such as a backup every fourth night. The place depends only on the seed of
-the job and the number of trials, so that the server does not repeat a failed control run at once.
+A policy that has found its best size never runs the default again. Therefore some runs become control runs at the
+default, as long as the cost that they forgo, as the model estimates it, is at most a share of the job's cost. Their
+places are random: at a fixed distance, control runs could coincide with another influence of the same period, such as a
+backup every fourth night. A place depends only on the seed of the job and the number of trials, so that the server does
+not repeat a failed control run at once.
 """
 
 from __future__ import annotations
@@ -23,16 +25,23 @@ import numpy as np
 from bso_server.core.effect import PRIOR_SD, Effect, EffectModel
 from bso_server.core.model import EpochBound, History, Suggestion, TrialRecord
 from bso_server.core.policy import find
-from zeus_plugins.protocol import CreatedJob, Origin, SavingsWord, Share, StopRule, is_busy
+from zeus_plugins.protocol import (
+    CONTROLS,
+    CreatedJob,
+    Origin,
+    SavingsWord,
+    Share,
+    StopRule,
+    controls_in_words,
+    is_busy,
+)
 
-LEAST_CONTROLS = 3
-"""Least number of control runs for a verdict: with fewer, the noise from run to run is hardly known."""
-_FIRST, _EARLY, _LATE = 2, 4, 62
-"""Trials in a block with one control run: before the first control run, then until the verdict is shown, and
-afterwards. A control run forgoes the saving of one run at the best size, so that control runs in the last blocks cost
-less than 2 % of the saving."""
-_FAR = 3.0
-"""Once the default is shown to cost more than this multiple of the best size, no further control runs follow."""
+LEAST_CONTROLS = 2
+"""Least number of runs at the default for a verdict, because one run says nothing about their spread."""
+_CHANCE = 0.3
+"""Chance that a run at the best size becomes a control run if the budget allows it."""
+_LATE = 0.02
+"""Largest budget of control runs once a job is shown to save."""
 _ERROR = 0.055
 """Highest probability that a job that does not save is ever shown to save, or that a job that does not lose is ever
 shown to lose. `python -m benchmarks.honesty` measures it for jobs with noise that the model does not foresee."""
@@ -68,6 +77,8 @@ class Run:
         amount: Its cost (J), energy (J) or time (s).
         is_exploration: True if the policy chose its size in order to learn about that size.
         is_busy: True if the machine was busy; then its cost of an epoch is compared with other runs on busy machines.
+        is_control: True if it was a control run.
+        later_pace: Amount that an epoch took after the first report; None if unknown.
     """
 
     batch_size: int
@@ -75,6 +86,8 @@ class Run:
     amount: float
     is_exploration: bool = False
     is_busy: bool = False
+    is_control: bool = False
+    later_pace: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +102,17 @@ class CompletedRun:
     time_s: float
     energy_j: float
     waited_share: float | None
+    first_epoch: float | None = None
+    first_time_s: float | None = None
+    first_energy_j: float | None = None
 
 
-def run_of(trial: TrialRecord | CompletedRun, amount: float) -> Run:
-    """Return the run of a trial that reached the target and took this amount."""
-    explored = trial.origin is Origin.EXPLORATION
-    return Run(trial.batch_size, trial.epoch or 0.0, amount, explored, is_busy(trial.waited_share))
+def run_of(trial: TrialRecord | CompletedRun, amount: float, first_amount: float) -> Run:
+    """Return the run of a trial that reached the target and took this amount, `first_amount` until its first report."""
+    epochs, later = trial.epoch or 0.0, (trial.epoch or 0.0) - (trial.first_epoch or 0.0)
+    pace = (amount - first_amount) / later if 0 < later < epochs and amount > first_amount else None
+    explored, control = trial.origin is Origin.EXPLORATION, trial.origin is Origin.CONTROL
+    return Run(trial.batch_size, epochs, amount, explored, is_busy(trial.waited_share), control, pace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +127,7 @@ class Verdict:
         runs_needed: Estimated number of further runs until a verdict is shown; None if one is shown, or if that number
             is too large.
         controls_needed: Number of control runs among `runs_needed`.
+        control_share: Share of the amount of all runs that control runs have forgone.
         cause: Reason why no verdict is shown; None if one is shown, or if the default is the best size.
     """
 
@@ -119,6 +138,7 @@ class Verdict:
     so_far: Share | None = None
     runs_needed: int | None = None
     controls_needed: int | None = None
+    control_share: float = 0.0
 
     @property
     def is_paid_back(self) -> bool:
@@ -133,10 +153,11 @@ class Judge:
     Args:
         default: The job's default batch size.
         best: The batch size that is compared with the default. When the best size changes, a new judge learns all runs.
+        budget: Share of the job's amount that control runs may forgo until a verdict is shown.
     """
 
-    def __init__(self, default: int, best: int) -> None:
-        self._default, self._best = default, best
+    def __init__(self, default: int, best: int, budget: float = CONTROLS) -> None:
+        self._default, self._best, self._budget = default, best, budget
         self._runs: list[Run] = []
         self._first_learned = 0
         self._forget()
@@ -169,14 +190,13 @@ class Judge:
 
     def _learn(self, run: Run, *, is_first: bool) -> None:
         is_default = run.batch_size == self._default
-        if run.amount <= 0 or run.epochs <= 0 or (run.is_exploration and not (is_default and is_first)):
-            self._model.skip()
-        elif is_default and is_first:
-            self._model.add_epochs(run.epochs, is_default=True)
-        elif not is_default and run.batch_size != self._best:
+        is_evidence = not run.is_exploration or (is_default and is_first)
+        is_compared = is_default or run.batch_size == self._best
+        if min(run.amount, run.epochs) <= 0 or not (is_evidence and is_compared):
             self._model.skip()
         else:
-            self._model.add(run.epochs, run.amount, is_default=is_default, is_busy=run.is_busy)
+            pace = (run.later_pace if is_first else None) or run.amount / run.epochs
+            self._model.add(run.epochs, pace, is_default=is_default, is_busy=run.is_busy)
             self._busy += run.is_busy
             self._controls += is_default
             self._others += not is_default
@@ -189,6 +209,33 @@ class Judge:
         if self._is_pace_unknown or self._controls < LEAST_CONTROLS or effect.low <= 0 <= effect.high:
             return SavingsWord.NOT_SHOWN, effect
         return SavingsWord.SAVES if effect.low > 0 else SavingsWord.LOSES, effect
+
+    def forgone(self, more: int = 0) -> float:
+        """Return the share of the amount of all runs that control runs have forgone, with `more` further ones.
+
+        A control run is expected to forgo `EffectModel.expected_loss` of a run at the best size. Before the first
+        control run, only the means of all runs at both sizes are known. Means alone would let noise make a cheap
+        default look free.
+        """
+        made = sum(run.is_control for run in self._runs)
+        if not made + more or self._best == self._default:
+            return 0.0
+        at_best, at_default = (
+            [run.amount for run in self._runs if run.batch_size == size] for size in (self._best, self._default)
+        )
+        if not at_best or not sum(at_best):
+            return math.inf
+        mean = statistics.fmean(at_best)
+        if made or not at_default:
+            loss = self._model.expected_loss()
+        else:
+            loss = max(statistics.fmean(at_default) / mean - 1, 0.0)
+        return (made + more) * loss * mean / math.fsum(run.amount for run in self._runs)
+
+    @property
+    def budget(self) -> float:
+        """Largest share of the amount of all runs that control runs may forgo now."""
+        return min(self._budget, _LATE) if self.now()[0] is SavingsWord.SAVES else self._budget
 
     @property
     def _is_pace_unknown(self) -> bool:
@@ -210,8 +257,9 @@ class Judge:
             cause=None if is_shown else self._cause(effect),
             now=Share(low=_saved(effect.low), middle=-math.expm1(-effect.middle), high=-math.expm1(-effect.high)),
             so_far=self._saving_so_far(effect, wasted),
-            runs_needed=needed,
-            controls_needed=None if needed is None else math.ceil(needed / _EARLY),
+            runs_needed=None if needed is None else needed[0],
+            controls_needed=None if needed is None else needed[1],
+            control_share=self.forgone(),
         )
 
     def saved(self, wasted: float, first: int) -> Saved | None:
@@ -261,24 +309,32 @@ class Judge:
 
         return taken(effect.low, -reach), taken(effect.middle, 0.0), taken(effect.high, reach)
 
-    def _runs_needed(self, effect: Effect) -> int | None:
-        """Return the number of further runs that would show the effect as estimated now; None from `_FORESEEN` on."""
+    def _runs_needed(self, effect: Effect) -> tuple[int, int] | None:
+        """Return how many further runs, and control runs among them, would show the effect as estimated now.
+
+        The result is None from `_FORESEEN` runs on.
+        """
         prior, (epochs, rate), walk = PRIOR_SD**2, self._model.spreads(), self._model.drift()
         # Variance of the pace between control runs, in the steady state of a local level model.
         pace = (walk**2 + walk * math.sqrt(walk**2 + 4 * rate**2)) / 2
+        spent = math.fsum(run.amount for run in self._runs)
+        at_best = [run.amount for run in self._runs if run.batch_size == self._best]
+        known, each = self.forgone(), self.forgone(1) - self.forgone()
+        growth = statistics.fmean(at_best) / spent if at_best and spent else 0.0
         for more in range(1, _FORESEEN):
-            controls = self._controls + more / _EARLY
-            others = max(self._others + more - more / _EARLY, 1.0)
+            afforded = (self._budget * (1 + more * growth) - known) / each if each else math.inf
+            made = min(max(afforded, 0.0), _CHANCE * more)
+            controls, others = self._controls + made, max(self._others + more - made, 1.0)
             variance = (epochs**2 + rate**2 + pace) / controls + epochs**2 / others
             evidence = effect.middle**2 / (2 * variance) * prior / (prior + variance)
             if controls >= LEAST_CONTROLS and evidence - math.log1p(prior / variance) / 2 > -math.log(2 * _ERROR):
-                return more
+                return more, math.ceil(made)
         return None
 
     def _cause(self, effect: Effect) -> str:
         """Return in plain words why no verdict is shown."""
         if self._controls < LEAST_CONTROLS:
-            return f"{self._controls} of at least {LEAST_CONTROLS} control runs so far"
+            return f"{self._controls} of at least {LEAST_CONTROLS} runs at {self._default} so far"
         low, high = _saved(effect.low), -math.expm1(-effect.high)
         if low is not None and low > -_SMALL and high < _SMALL:
             return f"{SMALL}: a run saves between {low:.0%} and {high:.0%}"
@@ -300,8 +356,8 @@ def _saved(effect: float) -> float | None:
 class Evidence:
     """The runs of a job in one measure, with a judge for each batch size that has been the best one."""
 
-    def __init__(self, default: int) -> None:
-        self._default = default
+    def __init__(self, default: int, budget: float = CONTROLS) -> None:
+        self._default, self._budget = default, budget
         self._runs: list[Run] = []
         self._judges: dict[int, Judge] = {}
 
@@ -311,7 +367,7 @@ class Evidence:
 
     def judge(self, best: int) -> Judge:
         """Return the judge of this best size, which has learned all runs."""
-        judge = self._judges.setdefault(best, Judge(self._default, best))
+        judge = self._judges.setdefault(best, Judge(self._default, best, self._budget))
         judge.learn(self._runs[judge.count :])
         return judge
 
@@ -320,16 +376,9 @@ def is_control_due(job: CreatedJob, judge: Judge, number: int) -> bool:
     """Return True if the next run, after `number` trials, must be a control run, not a run at the best size."""
     # From the prefix and not the id, so that a copy of a job under another id gets the same control runs.
     seed = zlib.crc32(job.job_id_prefix.encode()) if job.mab_seed is None else job.mab_seed
-    if isinstance(job.controls, float):
-        return bool(np.random.default_rng([seed, number]).random() < job.controls)
-    word, effect = judge.now()
-    if word is SavingsWord.LOSES:
+    if np.random.default_rng([seed, number]).random() >= _CHANCE or judge.now()[0] is SavingsWord.LOSES:
         return False
-    if word is SavingsWord.SAVES and effect is not None and effect.middle > math.log(_FAR):
-        return False
-    early = _EARLY if judge.controls else _FIRST
-    length = _LATE if word is SavingsWord.SAVES else early
-    return number % length == int(np.random.default_rng([seed, number // length, length]).integers(length))
+    return judge.forgone(1) <= judge.budget
 
 
 def why_no_controls(job: CreatedJob, *, reached: int, missed: int, broken_off: int, is_infeasible: bool) -> str | None:
@@ -344,7 +393,7 @@ def why_no_controls(job: CreatedJob, *, reached: int, missed: int, broken_off: i
         is_infeasible: True if the default cannot run, because it ran out of memory or kept crashing.
     """
     default, ended = job.default_batch_size, reached + missed + broken_off
-    if job.controls == "off":
+    if not job.controls:
         return "control runs are off"
     if not find(job.policy).controls:
         return f"the policy {job.policy} makes no control runs"
@@ -380,9 +429,12 @@ def with_control(history: History, suggestion: Suggestion, judge_of: Callable[[i
         or suggestion.origin is not Origin.INCUMBENT
         or suggestion.batch_size == default
         or any(trial.origin is Origin.CONTROL for trial in history.in_flight)
-        or not is_control_due(job, judge_of(suggestion.batch_size), sum(each.trials for each in history.arms.values()))
     ):
         return suggestion
+    judge = judge_of(suggestion.batch_size)
+    if not is_control_due(job, judge, sum(each.trials for each in history.arms.values())):
+        return suggestion
+    spent = controls_in_words(judge.forgone(), judge.budget)
     decision = suggestion.decision
     if decision is not None:
         decision = decision.model_copy(update={"stop": StopRule(max_epochs=job.max_epochs)})
@@ -390,7 +442,7 @@ def with_control(history: History, suggestion: Suggestion, judge_of: Callable[[i
         suggestion,
         batch_size=default,
         origin=Origin.CONTROL,
-        reason=f"control run at your default, {default}: it measures the saving",
+        reason=f"control run at your default, {default}: it measures the saving; {spent}",
         bound=EpochBound(job.max_epochs, "a control run is not stopped early"),
         decision=decision,
     )

@@ -35,6 +35,7 @@ from bso_server.core.policy import Policy
 from bso_server.errors import InvalidJobError, NoSurvivorError
 from zeus_plugins.protocol import (
     ALIVE,
+    CONTROLS,
     CreatedJob,
     Decision,
     Origin,
@@ -259,7 +260,7 @@ def explain(history: History, suggestion: Suggestion) -> Decision:
 
 def check(job: CreatedJob) -> None:
     """Raise `InvalidJobError` for a window smaller than `mab_num_explorations`, or for a share of control runs."""
-    if isinstance(job.controls, float):
+    if job.controls not in (0.0, CONTROLS):
         raise InvalidJobError(
             f"policy zeus decides as Zeus does, which makes no control runs: leave out controls={job.controls:g}, or "
             'use policy="gp_voi"',

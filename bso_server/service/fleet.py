@@ -125,14 +125,14 @@ def _job(
     saved, verdict, advice, stuck = dict[str, Saved | None](), None, None, None
     if runs:
         whole = [each for each in recent if is_whole_run(each.tally) and not each.tally.other_gpus]
-        # Only these runs can be evidence at the default. With too few of them, no verdict can be shown, so none is
-        # computed.
+        # Besides the first run, only these runs can be evidence at the default. With too few of them, no verdict can
+        # be shown, so none is computed.
         at_default = sum(
             each.all_trials
             for each in whole
             if each.tally.batch_size == job.default_batch_size and each.tally.origin is not Origin.EXPLORATION
         )
-        if at_default >= LEAST_CONTROLS and (best := best_size(transaction, stored)) is not None:
+        if at_default >= LEAST_CONTROLS - 1 and (best := best_size(transaction, stored)) is not None:
             if best != job.default_batch_size:
                 saved, verdict = saved_since(transaction, stored, recent, best)
             advice = _advice(job, best, verdict)

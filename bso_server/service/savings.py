@@ -34,7 +34,7 @@ class Learned:
 
     def __init__(self, job: CreatedJob) -> None:
         self.lock = threading.Lock()
-        self.by = {name: Evidence(job.default_batch_size) for name in Amounts._fields}
+        self.by = {name: Evidence(job.default_batch_size, job.controls) for name in Amounts._fields}
         self.last: CompletedRun | None = None
         self._job = job
         self._count = 0
@@ -109,7 +109,7 @@ def evidence_for(transaction: Transaction, stored: StoredJob, arms: Mapping[int,
     Other readers may add later runs to the evidence; then the job's row has changed, too.
     """
     job = stored.registration
-    if job.controls == "off" or not policy.find(job.policy).controls:
+    if not job.controls or not policy.find(job.policy).controls:
         return None
     with _evidence(transaction, stored, sum(arm.completed.count for arm in arms.values())) as learned:
         return learned

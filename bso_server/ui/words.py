@@ -179,8 +179,10 @@ def of_job(page: JobPage) -> Headline:
         arm, unknown = view.arm_of(best), "" if best == default else f"{savings.claim}."
         cost = "" if arm is None else f"A run at {best}: {arm.in_words}"
         cost = sentence(cost, units_of(page))
-        return Headline(text, " ".join(filter(None, (cost, unknown, savings.evidence, savings.so_far))))
-    return Headline(savings.claim, savings.so_far, "gain" if savings.word is SavingsWord.SAVES else "loss")
+        parts = cost, unknown, savings.evidence, savings.control_runs, savings.so_far
+        return Headline(text, " ".join(filter(None, parts)))
+    details = " ".join(filter(None, (savings.control_runs, savings.so_far)))
+    return Headline(savings.claim, details, "gain" if savings.word is SavingsWord.SAVES else "loss")
 
 
 def _of_first(page: JobPage, trial: TrialView) -> Headline:

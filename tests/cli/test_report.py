@@ -16,6 +16,7 @@ from tests.support import dashboards
 from tests.support.dashboard_pages import Page
 from tests.support.servers import ServerProcess, bso_server
 from tests.support.tokens import bearer, make_token
+from zeus_plugins.protocol import CONTROLS
 
 FORMULA = "=cmd|x *b* <b>"
 TABLES = ["Used and saved", "By team", "Stuck jobs", "Jobs that save nothing or lose", "Most energy"]
@@ -27,7 +28,7 @@ async def fill(life: dashboards.Life) -> None:
     job = await life.register("bert-sst2", tags={"team": FORMULA}, gpu_model="<i>GPU</i>", max_epochs=3)
     for _ in range(8):
         await life.run(job)
-    job = await life.register("unet-maps", tags={"team": "maps"}, batch_sizes=(64, 128), controls="auto", mab_seed=1)
+    job = await life.register("unet-maps", tags={"team": "maps"}, batch_sizes=(64, 128), controls=CONTROLS, mab_seed=1)
     for _ in range(5):
         await life.run(job, reports_each=False)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.core.effect import _PART_SD, _SPREADS, EffectModel, _Part
+from bso_server.core.effect import _PART_SD, _SPREADS, PRIOR_SD, EffectModel, _Part
 
 RUNS = st.lists(
     st.tuples(st.floats(1, 100), st.floats(1, 1e6), st.booleans()),
@@ -21,7 +22,7 @@ RUNS = st.lists(
 def learned(runs: list[tuple[float, float, bool]], factor: float = 1.0) -> EffectModel:
     model = EffectModel()
     for epochs, cost, is_default in runs:
-        model.add(epochs, factor * cost, is_default=is_default)
+        model.add(epochs, factor * cost / epochs, is_default=is_default)
     return model
 
 
@@ -72,13 +73,16 @@ def test_slow_hours_weigh_less_than_fast_hours() -> None:
     assert 0 <= effect(4.0) < 0.5 * -effect(1 / 4.0)
 
 
-def test_epochs_without_costs_leave_the_pace_open() -> None:
-    model = EffectModel()
-    for _ in range(10):
-        model.add(10, 100, is_default=False)
-        model.add_epochs(10, is_default=True)
-    assert model.effect().low == pytest.approx(-model.effect().high, abs=0.3)
-    assert model.effect().high > 0.5
+def test_expected_loss_is_the_mean_of_what_the_default_costs_more() -> None:
+    """Without runs, δ is N(0, s²): E[max(exp(δ) - 1, 0)] = exp(s²/2) Φ(s) - 1/2."""
+    prior = math.exp(PRIOR_SD**2 / 2) * NormalDist().cdf(PRIOR_SD) - 0.5
+    assert EffectModel().expected_loss() == pytest.approx(prior, rel=0.01)
+
+    def loss(at_default: float) -> float:
+        return learned([(10.0, 100.0, False), (10.0, at_default, True)] * 30).expected_loss()
+
+    assert loss(200.0) == pytest.approx(1.0, abs=0.1)
+    assert loss(50.0) == pytest.approx(0.0, abs=1e-3)
 
 
 @given(runs=RUNS, factor=st.sampled_from([1e-6, 0.01, 3.6e6]))

@@ -52,7 +52,7 @@ class Case:
         )
         fields = {"max_power": POWER_W, "eta_knob": 1.0, "beta_knob": beta, "max_epochs": self.workload.max_epochs}
         # Control runs are off because they would hide the policy's choices.
-        job = job_of(first, GP_VOI, seed=seed, controls="off", **fields)
+        job = job_of(first, GP_VOI, seed=seed, controls=0.0, **fields)
         conditions = Changing(first, case=self, later=later)
         played = Simulation(job, conditions, recurrences=recurrences, concurrency=concurrency, seed=seed).play()
         return Outcomes(played, {size: each.expected_cost_j for size, each in later.profiles.items()})

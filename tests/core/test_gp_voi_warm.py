@@ -203,7 +203,7 @@ def learned_on(at: Landscape, seed: int) -> WarmStart:
 
 def _simulated(at: Landscape, seed: int, **fields: object) -> Simulation:
     job = job_of(at, GP_VOI, seed=seed, max_power=100.0, eta_knob=1.0, beta_knob=2.0, max_epochs=2000, **fields)
-    return Simulation(job.model_copy(update={"controls": "off"}), Conditions(at), recurrences=20, seed=seed)
+    return Simulation(job.model_copy(update={"controls": 0.0}), Conditions(at), recurrences=20, seed=seed)
 
 
 def test_a_warm_start_saves_the_search() -> None:

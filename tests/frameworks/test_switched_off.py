@@ -34,7 +34,7 @@ def test_single_fields_of_a_job_revise_it(bench: FrameworkBench) -> None:
         bench.training(callback, epochs=2, scores=(0.1, 0.9)).train()
         assert callback.converged
     job = bench.view().job
-    assert (job.eta_knob, job.controls, job.batch_sizes, job.default_batch_size) == (0, "off", (24,), 24)
+    assert (job.eta_knob, job.controls, job.batch_sizes, job.default_batch_size) == (0, 0, (24,), 24)
     assert bench.view().trials[-1].batch_size == 24
     callback = bench.guessing(0.5, job={"batch_sizes": [16]})  # the script's size, not the earlier pin
     bench.training(callback, epochs=2, scores=(0.9,)).train()

@@ -99,7 +99,9 @@ PUBLIC = {
         *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Verdict", "cost"),
         *(
             "BUSY_SHARE",
+            "CONTROLS",
             "busy_remark",
+            "controls_in_words",
             "certain_direction",
             "epochs_in_words",
             "finishing_reason",

@@ -21,6 +21,7 @@ from tests.support.exports import exported, pieces_of, renamed
 from tests.support.properties import examples
 from tests.support.service import ACTIONS, START, JobService, act, new_job, trial_id
 from zeus_plugins.protocol import (
+    CONTROLS,
     GP_VOI,
     OWN_POLICIES,
     ZEUS,
@@ -370,7 +371,7 @@ CHANGES = st.one_of(
     st.fixed_dictionaries({"beta_knob": st.sampled_from([None, 1.5, 3.0]), "max_epochs": st.integers(5, 20)}),
     st.sampled_from([{"batch_sizes": [8, 16, 32]}, {"batch_sizes": [16, 64]}, {"batch_sizes": [16]}]),
     st.sampled_from([{"gpu_model": "H100"}, {"gpu_model": "V100"}, {"max_power": 300.0}, {"number_of_gpus": 2}]),
-    st.sampled_from([{"policy": ZEUS, "controls": "auto"}, {"policy": GP_VOI}, {"controls": "off"}]),
+    st.sampled_from([{"policy": ZEUS, "controls": CONTROLS}, {"policy": GP_VOI}, {"controls": "off"}]),
     st.fixed_dictionaries({"window_size": st.sampled_from([0, 3]), "mab_seed": st.integers(0, 3)}),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from tests.support.jobs import job
 from tests.support.wire import assert_refused, begin, reached, report
 from tests.support.zeus_jobs import ZEUS_JOB
 from zeus_plugins import JobSpec
+from zeus_plugins.protocol import CreatedJob
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ class TestRegistering:
             **spec,
             "batch_sizes": [8, 16, 32],
             "policy": "zeus",
-            "controls": "auto",
+            "controls": 0.06,
             "warm_start": "auto",
             "warm": None,
             "confirm": 1,
@@ -54,6 +56,8 @@ class TestRegistering:
             **made,
         }
         assert http.post("/jobs", json={**spec, "batch_sizes": [16, 8, 32]}).status_code == 200
+        # Clients of earlier versions state "auto" for the default budget.
+        assert http.post("/jobs", json={**spec, "controls": "auto"}).status_code == 200
 
     def test_changed_configuration_is_refused_with_the_field(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         http.post("/jobs", json=spec)
@@ -109,6 +113,15 @@ class TestRegistering:
         assert created.json()["window_size"] == again.json()["window_size"] == 5
         gp_voi = {**short, "policy": "gp_voi", "job_id": spec["job_id"] + "-other"}
         assert http.post("/jobs", json=gp_voi).json()["window_size"] == 3
+
+    def test_controls_are_a_share_of_the_cost(self) -> None:
+        fields = {"job_id_prefix": "job", "batch_sizes": (8,), "default_batch_size": 8}
+        assert [JobSpec(**fields, controls=each).controls for each in (0.05, "off")] == [0.05, 0.0]
+        with pytest.raises(ValueError, match=r'state the share of the cost .*, such as 0\.06, or "off"'):
+            JobSpec(**fields, controls="auto")
+        # Jobs that earlier versions stored have the default budget.
+        stored = CreatedJob(**fields, job_id="job-1", max_power=1, number_of_gpus=1, gpu_model="A").model_dump()
+        assert CreatedJob.model_validate_json(json.dumps({**stored, "controls": "auto"})).controls == 0.06
 
     def test_misspelt_field_of_a_jobspec_is_refused(self) -> None:
         required = {"job_id_prefix": "job", "batch_sizes": (8,), "default_batch_size": 8}

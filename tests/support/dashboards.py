@@ -11,6 +11,7 @@ from bso_server.service.commands import BatchSizeService, Commands
 from bso_server.storage.store import Store
 from tests.support.service import open_store, run_apart, trial_id
 from zeus_plugins.protocol import (
+    CONTROLS,
     CreatedJob,
     GpuConfig,
     PowerLimitSample,
@@ -177,7 +178,7 @@ async def long_name(life: Life) -> None:
 
 async def settled(life: Life) -> None:
     """A job of forty runs with control runs, which is shown to save and has paid that back."""
-    job = await life.register("vit-imagenet", controls="auto", mab_seed=1)
+    job = await life.register("vit-imagenet", controls=0.3, mab_seed=1)
     for _ in range(40):
         await life.run(job, reports_each=False)
 
@@ -212,7 +213,7 @@ async def one_run(life: Life) -> None:
 
 async def estimated(life: Life) -> None:
     """A job whose energy is watts × time."""
-    job = await life.register("laptop-mnist", max_power=65.0, gpu_model="CPU", controls="auto")
+    job = await life.register("laptop-mnist", max_power=65.0, gpu_model="CPU", controls=CONTROLS)
     for _ in range(16):
         await life.run(job, energy_source="estimate: 65 W stated")
 

@@ -240,7 +240,7 @@ def test_fields_that_a_mapping_leaves_out_are_read_from_the_training() -> None:
     said = {**wish, "max_epochs": None, "confirm": None}
     plain = planned(JobWish(monitor="val_acc", target=0.9), FACTS)
     taken = planned(JobWish.of({"eta_knob": 0, "controls": "off"}, **said), FACTS)
-    assert taken.job == plain.job.model_copy(update={"eta_knob": 0.0, "controls": "off"})
+    assert taken.job == plain.job.model_copy(update={"eta_knob": 0.0, "controls": 0.0})
     assert (plain.guessed - taken.guessed, plain.follows - taken.follows) == ({"eta_knob", "controls"},) * 2
     other = JobWish.of({"max_epochs": 5, "higher_is_better_metric": False, "batch_sizes": [8, 16]}, **said)
     assert (other.max_epochs, other.mode, other.batch_sizes, other.fields) == (5, "min", (8, 16), {})

@@ -40,6 +40,7 @@ from zeus_plugins.protocol._trials import TrialPowerProfile as TrialPowerProfile
 from zeus_plugins.protocol._trials import Verdict as Verdict
 from zeus_plugins.protocol._values import ALIVE as ALIVE
 from zeus_plugins.protocol._values import BUSY_SHARE as BUSY_SHARE
+from zeus_plugins.protocol._values import CONTROLS as CONTROLS
 from zeus_plugins.protocol._values import FINAL as FINAL
 from zeus_plugins.protocol._values import GP_VOI as GP_VOI
 from zeus_plugins.protocol._values import ID_PATTERN as ID_PATTERN
@@ -74,6 +75,7 @@ from zeus_plugins.protocol._values import Watched as Watched
 from zeus_plugins.protocol._values import WireMessage as WireMessage
 from zeus_plugins.protocol._values import busy_remark as busy_remark
 from zeus_plugins.protocol._values import certain_direction as certain_direction
+from zeus_plugins.protocol._values import controls_in_words as controls_in_words
 from zeus_plugins.protocol._values import cost as cost
 from zeus_plugins.protocol._values import epochs_in_words as epochs_in_words
 from zeus_plugins.protocol._values import faults_in_words as faults_in_words

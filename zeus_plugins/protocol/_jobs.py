@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from zeus_plugins.protocol._values import (
+    CONTROLS,
     GP_VOI,
     MAX_BATCH_SIZES,
     MAX_MARGINS,
@@ -89,7 +90,7 @@ class JobParams(WireMessage):
     mab_num_explorations: NonNegativeInt = 2
     mab_seed: Seed | None = None
     policy: PolicyName = GP_VOI
-    controls: Controls = "auto"
+    controls: Controls = CONTROLS
     warm_start: Identifier = "auto"
     no_worse_than_default: Annotated[dict[MetricName, Finite], Field(min_length=1, max_length=MAX_MARGINS)] | None = (
         None
@@ -140,9 +141,8 @@ class JobSpec(JobParams):
         mab_num_explorations: Least number of observations per batch size before it is drawn by merit.
         mab_seed: Seed of the job's random draws. None: fresh entropy at each decision.
         policy: Chooses batch sizes: ``"gp_voi"``, ``"zeus"`` or a policy installed with the server (docs/policy.md).
-        controls: Control runs at the default, which measure the saving (docs/savings.md): ``"auto"`` makes as many as
-            the verdict needs, unless the policy allows none as `zeus`; ``"off"`` makes none; a number is their share of
-            the runs at the best size, at most 0.5.
+        controls: Share of the job's cost that control runs at the default, which measure the saving, may forgo
+            (docs/savings.md), at most 0.5; ``"off"``, or 0, makes none, as does the policy `zeus`.
         warm_start: Job from which a new job takes over the epochs to the target (docs/policy.md): ``"auto"``, the job
             of the same training on other GPUs, if the server has one; the id of a job; or ``"off"``, no job.
         no_worse_than_default: Margins by the names of metrics, which the callbacks then watch. A size is left out once
@@ -311,8 +311,9 @@ class JobSpecFromClient(JobSpec, GpuConfig):
     @model_validator(mode="before")
     @classmethod
     def _has_known_names(cls, given: Any) -> Any:
-        # On the wire, unknown fields are ignored.
-        return given
+        # On the wire, unknown fields are ignored. Clients and stored jobs of earlier versions state "auto".
+        is_earlier = isinstance(given, Mapping) and given.get("controls") == "auto"
+        return {**given, "controls": CONTROLS} if is_earlier else given
 
     @property
     def gpus(self) -> GpuConfig:

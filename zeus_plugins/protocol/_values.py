@@ -6,9 +6,9 @@ import re
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
 MAX_BATCH_SIZE = 2**31 - 1
 MAX_BATCH_SIZES = 1000
@@ -171,6 +171,11 @@ def faults_in_words(error: ValidationError, *, most: int | None = None) -> str:
     return "; ".join(f"{field}: {problem}" if field else problem for field, problem in words)
 
 
+def controls_in_words(share: float, budget: float) -> str:
+    """Return the share of a job's cost that control runs have forgone, beside their budget."""
+    return f"control runs have cost {share:.1%} of the job so far, at most {budget:.0%}"
+
+
 def finishing_reason(missed_trial: str, missed_size: int) -> str:
     """Return the reason for the batch size of a trial that finishes the run of a trial without the target."""
     return f"finishes the run of {missed_trial}, which ended at {missed_size} without the target"
@@ -298,7 +303,17 @@ PositiveFinite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Controls = Literal["auto", "off"] | Annotated[float, Field(gt=0, le=0.5, allow_inf_nan=False)]
+CONTROLS = 0.06
+"""Share of a job's cost that control runs may forgo, unless the job states another."""
+
+
+def _share_of_cost(controls: object) -> object:
+    if controls == "auto":
+        raise ValueError(f'state the share of the cost that control runs may forgo, such as {CONTROLS}, or "off"')
+    return 0.0 if controls == "off" else controls
+
+
+Controls = Annotated[float, Field(ge=0, le=0.5, allow_inf_nan=False), BeforeValidator(_share_of_cost)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 LEAST_TIME_S = 1e-6  # Stands for a duration of 0, which `Seconds` does not allow.
 # The bounds are far beyond real values, and keep costs, their sums and their squares finite.

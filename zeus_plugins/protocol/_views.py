@@ -40,6 +40,7 @@ from zeus_plugins.protocol._values import (
     Watched,
     Watts,
     WireMessage,
+    controls_in_words,
 )
 
 
@@ -305,6 +306,8 @@ class SavingsView(WireMessage):
         recurrences: Number of runs that reached the target.
         exploration_cost_j: Cost of all trials that explored, joules.
         control_cost_j: Cost of all control runs, joules.
+        control_share: Share of the job's cost that control runs have forgone, as the model estimates it.
+        control_budget: Largest such share at which a further control run follows.
     """
 
     word: SavingsWord
@@ -320,6 +323,8 @@ class SavingsView(WireMessage):
     recurrences: int
     exploration_cost_j: float
     control_cost_j: float
+    control_share: float = 0.0
+    control_budget: float = 0.0
 
     @property
     def is_shown(self) -> bool:
@@ -354,6 +359,14 @@ class SavingsView(WireMessage):
         return f"{text}; about {runs}{at_default} would settle it."
 
     @property
+    def control_runs(self) -> str:
+        """Share of the job's cost that control runs have forgone, as a sentence; empty before any has."""
+        if not self.control_share:
+            return ""
+        words = controls_in_words(self.control_share, self.control_budget)
+        return f"{words[0].upper()}{words[1:]}."
+
+    @property
     def so_far(self) -> str:
         """Saving of all trials together, as a sentence; empty if nothing is known."""
         share = self.cost_j.so_far
@@ -369,7 +382,7 @@ class SavingsView(WireMessage):
     @property
     def in_words(self) -> str:
         """The claim, the evidence and the saving so far, as sentences."""
-        return " ".join(part for part in (f"{self.claim}.", self.evidence, self.so_far) if part)
+        return " ".join(part for part in (f"{self.claim}.", self.evidence, self.control_runs, self.so_far) if part)
 
 
 _HARDLY_KNOWN = 0.99
