@@ -149,7 +149,7 @@ def add_jobs_commands(commands: Commands) -> None:
     revise.add_argument("--max-epochs", metavar="N", type=int, help="epochs after which a run ends without the target")
     revise.add_argument("--batch-sizes", metavar="SIZE", type=int, nargs="+", help="all sizes to choose from")
     revise.add_argument("--default", dest="default_batch_size", metavar="SIZE", type=int, help="the default size")
-    revise.add_argument("--controls", metavar="SHARE", type=_budget, help="share of the job's cost, or off")
+    revise.add_argument("--controls", metavar="SHARE", type=float, help="share of the job's cost; 0: no control runs")
     tags_help = "all tags of the job, for reports; without a value, none"
     revise.add_argument("--tags", metavar="NAME=VALUE", type=_tag, nargs="*", help=tags_help)
     revise.add_argument("--policy", help="policy that chooses the sizes")
@@ -311,10 +311,6 @@ _TERMS = ("eta_knob", "beta_knob", "max_epochs", "batch_sizes", "default_batch_s
 def _number_or_none(text: str) -> float | str:
     # Not None, because None means that the option is absent.
     return "none" if text == "none" else float(text)
-
-
-def _budget(text: str) -> float:
-    return 0.0 if text == "off" else float(text)
 
 
 def _tag(text: str) -> tuple[str, str]:

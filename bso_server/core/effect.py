@@ -141,10 +141,10 @@ class EffectModel:
         self._epochs.skip()
         self._rate.skip()
 
-    def add(self, epochs: float, pace: float, *, is_default: bool, is_busy: bool = False) -> None:
-        """Learn the epochs of one run, and its cost of an epoch (J)."""
+    def add(self, epochs: float, log_pace: float, *, is_default: bool, is_busy: bool = False) -> None:
+        """Learn the epochs of one run, and the log of its cost of an epoch (J)."""
         self._epochs.add(math.log(epochs), is_default)
-        self._rate.add(math.log(pace), is_default, is_busy)
+        self._rate.add(log_pace, is_default, is_busy)
 
     def effect(self, alpha: float = 0.05) -> Effect:
         """Return the effect with its interval, which errs on each side, over all looks, with probability `alpha`."""

@@ -98,7 +98,7 @@ def savings(
             is_infeasible=bool(ended[TrialState.INFEASIBLE]),
         )
         if never is not None:
-            cost = replace(cost, cause=never, runs_needed=None, controls_needed=None)
+            cost = replace(cost, cause=never, runs_needed=None)
     saved = {
         name: AmountSaved(
             spent=getattr(everything, name),
@@ -115,13 +115,11 @@ def savings(
         **saved,
         controls=cost.controls,
         runs_needed=cost.runs_needed,
-        controls_needed=cost.controls_needed,
         cause=cost.cause,
         recurrences=completed_count(tallies),
         exploration_cost_j=spent(lambda tally: tally.origin in (Origin.EXPLORATION, Origin.FINISH)).cost_j,
         control_cost_j=spent(lambda tally: tally.origin is Origin.CONTROL).cost_j,
-        control_share=cost.control_share,
-        control_budget=job.controls,
+        control_runs=f"{cost.control_runs.capitalize()}." if cost.control_runs else "",
     )
 
 

@@ -25,16 +25,7 @@ import numpy as np
 from bso_server.core.effect import PRIOR_SD, Effect, EffectModel
 from bso_server.core.model import EpochBound, History, Suggestion, TrialRecord
 from bso_server.core.policy import find
-from zeus_plugins.protocol import (
-    CONTROLS,
-    CreatedJob,
-    Origin,
-    SavingsWord,
-    Share,
-    StopRule,
-    controls_in_words,
-    is_busy,
-)
+from zeus_plugins.protocol import CONTROLS, CreatedJob, Origin, SavingsWord, Share, StopRule, is_busy
 
 LEAST_CONTROLS = 2
 """Least number of runs at the default for a verdict, because one run says nothing about their spread."""
@@ -78,7 +69,7 @@ class Run:
         is_exploration: True if the policy chose its size in order to learn about that size.
         is_busy: True if the machine was busy; then its cost of an epoch is compared with other runs on busy machines.
         is_control: True if it was a control run.
-        later_pace: Amount that an epoch took after the first report; None if unknown.
+        later_pace: Log of the amount that an epoch took after the first report; None if unknown.
     """
 
     batch_size: int
@@ -110,7 +101,8 @@ class CompletedRun:
 def run_of(trial: TrialRecord | CompletedRun, amount: float, first_amount: float) -> Run:
     """Return the run of a trial that reached the target and took this amount, `first_amount` until its first report."""
     epochs, later = trial.epoch or 0.0, (trial.epoch or 0.0) - (trial.first_epoch or 0.0)
-    pace = (amount - first_amount) / later if 0 < later < epochs and amount > first_amount else None
+    is_known = 0 < later < epochs and amount > first_amount
+    pace = math.log(amount - first_amount) - math.log(later) if is_known else None
     explored, control = trial.origin is Origin.EXPLORATION, trial.origin is Origin.CONTROL
     return Run(trial.batch_size, epochs, amount, explored, is_busy(trial.waited_share), control, pace)
 
@@ -126,8 +118,7 @@ class Verdict:
         controls: Runs at the default that count as evidence.
         runs_needed: Estimated number of further runs until a verdict is shown; None if one is shown, or if that number
             is too large.
-        controls_needed: Number of control runs among `runs_needed`.
-        control_share: Share of the amount of all runs that control runs have forgone.
+        control_runs: Share of the amount of all runs that control runs have forgone, in words.
         cause: Reason why no verdict is shown; None if one is shown, or if the default is the best size.
     """
 
@@ -137,8 +128,7 @@ class Verdict:
     now: Share | None = None
     so_far: Share | None = None
     runs_needed: int | None = None
-    controls_needed: int | None = None
-    control_share: float = 0.0
+    control_runs: str = ""
 
     @property
     def is_paid_back(self) -> bool:
@@ -171,11 +161,6 @@ class Judge:
         """Number of runs learned."""
         return len(self._runs)
 
-    @property
-    def controls(self) -> int:
-        """Number of runs at the default that are evidence."""
-        return self._controls
-
     def learn(self, runs: Sequence[Run]) -> None:
         """Learn further runs."""
         known = len(self._runs)
@@ -195,7 +180,8 @@ class Judge:
         if min(run.amount, run.epochs) <= 0 or not (is_evidence and is_compared):
             self._model.skip()
         else:
-            pace = (run.later_pace if is_first else None) or run.amount / run.epochs
+            pace = run.later_pace if is_first else None
+            pace = math.log(run.amount) - math.log(run.epochs) if pace is None else pace
             self._model.add(run.epochs, pace, is_default=is_default, is_busy=run.is_busy)
             self._busy += run.is_busy
             self._controls += is_default
@@ -220,22 +206,16 @@ class Judge:
         made = sum(run.is_control for run in self._runs)
         if not made + more or self._best == self._default:
             return 0.0
-        at_best, at_default = (
-            [run.amount for run in self._runs if run.batch_size == size] for size in (self._best, self._default)
-        )
-        if not at_best or not sum(at_best):
+        best, default = ([run.amount for run in self._runs if run.batch_size == x] for x in (self._best, self._default))
+        if not sum(best):
             return math.inf
-        mean = statistics.fmean(at_best)
-        if made or not at_default:
-            loss = self._model.expected_loss()
-        else:
-            loss = max(statistics.fmean(at_default) / mean - 1, 0.0)
+        mean, is_known = statistics.fmean(best), made or not default
+        loss = self._model.expected_loss() if is_known else max(statistics.fmean(default) / mean - 1, 0.0)
         return (made + more) * loss * mean / math.fsum(run.amount for run in self._runs)
 
-    @property
-    def budget(self) -> float:
-        """Largest share of the amount of all runs that control runs may forgo now."""
-        return min(self._budget, _LATE) if self.now()[0] is SavingsWord.SAVES else self._budget
+    def forgone_in_words(self) -> str:
+        """Return the share that control runs have forgone, beside their budget."""
+        return f"control runs have cost {self.forgone():.1%} of the job so far, at most {self._budget:.0%}"
 
     @property
     def _is_pace_unknown(self) -> bool:
@@ -250,16 +230,14 @@ class Judge:
         if self._is_pace_unknown:
             return Verdict(word, self._controls, self._cause(effect))
         is_shown = word is not SavingsWord.NOT_SHOWN
-        needed = None if is_shown else self._runs_needed(effect)
         return Verdict(
             word=word,
             controls=self._controls,
             cause=None if is_shown else self._cause(effect),
             now=Share(low=_saved(effect.low), middle=-math.expm1(-effect.middle), high=-math.expm1(-effect.high)),
             so_far=self._saving_so_far(effect, wasted),
-            runs_needed=None if needed is None else needed[0],
-            controls_needed=None if needed is None else needed[1],
-            control_share=self.forgone(),
+            runs_needed=None if is_shown else self._runs_needed(effect),
+            control_runs=self.forgone_in_words(),
         )
 
     def saved(self, wasted: float, first: int) -> Saved | None:
@@ -309,26 +287,19 @@ class Judge:
 
         return taken(effect.low, -reach), taken(effect.middle, 0.0), taken(effect.high, reach)
 
-    def _runs_needed(self, effect: Effect) -> tuple[int, int] | None:
-        """Return how many further runs, and control runs among them, would show the effect as estimated now.
-
-        The result is None from `_FORESEEN` runs on.
-        """
+    def _runs_needed(self, effect: Effect) -> int | None:
+        """Return the number of further runs that would show the effect as estimated now; None from `_FORESEEN` on."""
         prior, (epochs, rate), walk = PRIOR_SD**2, self._model.spreads(), self._model.drift()
         # Variance of the pace between control runs, in the steady state of a local level model.
         pace = (walk**2 + walk * math.sqrt(walk**2 + 4 * rate**2)) / 2
-        spent = math.fsum(run.amount for run in self._runs)
-        at_best = [run.amount for run in self._runs if run.batch_size == self._best]
-        known, each = self.forgone(), self.forgone(1) - self.forgone()
-        growth = statistics.fmean(at_best) / spent if at_best and spent else 0.0
+        share = min(_CHANCE, self._budget / max(math.expm1(effect.middle), _LATE))
         for more in range(1, _FORESEEN):
-            afforded = (self._budget * (1 + more * growth) - known) / each if each else math.inf
-            made = min(max(afforded, 0.0), _CHANCE * more)
-            controls, others = self._controls + made, max(self._others + more - made, 1.0)
+            controls = self._controls + more * share
+            others = max(self._others + more - more * share, 1.0)
             variance = (epochs**2 + rate**2 + pace) / controls + epochs**2 / others
             evidence = effect.middle**2 / (2 * variance) * prior / (prior + variance)
             if controls >= LEAST_CONTROLS and evidence - math.log1p(prior / variance) / 2 > -math.log(2 * _ERROR):
-                return more, math.ceil(made)
+                return more
         return None
 
     def _cause(self, effect: Effect) -> str:
@@ -376,21 +347,18 @@ def is_control_due(job: CreatedJob, judge: Judge, number: int) -> bool:
     """Return True if the next run, after `number` trials, must be a control run, not a run at the best size."""
     # From the prefix and not the id, so that a copy of a job under another id gets the same control runs.
     seed = zlib.crc32(job.job_id_prefix.encode()) if job.mab_seed is None else job.mab_seed
-    if np.random.default_rng([seed, number]).random() >= _CHANCE or judge.now()[0] is SavingsWord.LOSES:
+    if np.random.default_rng([seed, number]).random() >= _CHANCE:
         return False
-    return judge.forgone(1) <= judge.budget
+    word = judge.now()[0]
+    budget = min(job.controls, _LATE) if word is SavingsWord.SAVES else job.controls
+    return word is not SavingsWord.LOSES and judge.forgone(1) <= budget
 
 
 def why_no_controls(job: CreatedJob, *, reached: int, missed: int, broken_off: int, is_infeasible: bool) -> str | None:
     """Return in plain words why a job gets no control runs; None if it may get some.
 
-    Args:
-        job: The job.
-        reached: Number of its trials at the default that reached the target.
-        missed: Number of its trials at the default that trained to their end, or were stopped, without the target: they
-            show no cost of a run.
-        broken_off: Number of its trials at the default that ended in any other way, such as a crash.
-        is_infeasible: True if the default cannot run, because it ran out of memory or kept crashing.
+    The numbers are those of its trials at the default that `reached` the target, that `missed` it after all epochs or a
+    stop, and that ended in any other way (`broken_off`). An infeasible default ran out of memory, or kept crashing.
     """
     default, ended = job.default_batch_size, reached + missed + broken_off
     if not job.controls:
@@ -434,7 +402,6 @@ def with_control(history: History, suggestion: Suggestion, judge_of: Callable[[i
     judge = judge_of(suggestion.batch_size)
     if not is_control_due(job, judge, sum(each.trials for each in history.arms.values())):
         return suggestion
-    spent = controls_in_words(judge.forgone(), judge.budget)
     decision = suggestion.decision
     if decision is not None:
         decision = decision.model_copy(update={"stop": StopRule(max_epochs=job.max_epochs)})
@@ -442,7 +409,7 @@ def with_control(history: History, suggestion: Suggestion, judge_of: Callable[[i
         suggestion,
         batch_size=default,
         origin=Origin.CONTROL,
-        reason=f"control run at your default, {default}: it measures the saving; {spent}",
+        reason=f"control run at your default, {default}: it measures the saving; {judge.forgone_in_words()}",
         bound=EpochBound(job.max_epochs, "a control run is not stopped early"),
         decision=decision,
     )

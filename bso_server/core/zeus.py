@@ -35,7 +35,6 @@ from bso_server.core.policy import Policy
 from bso_server.errors import InvalidJobError, NoSurvivorError
 from zeus_plugins.protocol import (
     ALIVE,
-    CONTROLS,
     CreatedJob,
     Decision,
     Origin,
@@ -259,13 +258,7 @@ def explain(history: History, suggestion: Suggestion) -> Decision:
 
 
 def check(job: CreatedJob) -> None:
-    """Raise `InvalidJobError` for a window smaller than `mab_num_explorations`, or for a share of control runs."""
-    if job.controls not in (0.0, CONTROLS):
-        raise InvalidJobError(
-            f"policy zeus decides as Zeus does, which makes no control runs: leave out controls={job.controls:g}, or "
-            'use policy="gp_voi"',
-            field="controls",
-        )
+    """Raise `InvalidJobError` for a window smaller than `mab_num_explorations`."""
     if _explores_in_vain(job):
         raise InvalidJobError(
             f"a window of {job.window_size} runs never holds the {job.mab_num_explorations} that mab_num_explorations "

@@ -359,8 +359,8 @@ def test_trial_is_discarded(server: ServerProcess, job_id: str, source: list[str
 
 
 def test_job_is_revised(job_id: str, source: list[str]) -> None:
-    stated = ["--eta", "0.7", "--beta", "none", "--max-epochs", "6", "--batch-sizes", "16", "32", "--controls", "off"]
-    changes = "batch_sizes +32 -8, eta_knob 0.5 -> 0.7, beta_knob 2 -> none, max_epochs 100 -> 6, controls 0.06 -> 0"
+    stated = ["--eta", "0.7", "--beta", "none", "--max-epochs", "6", "--batch-sizes", "16", "32", "--controls", "0"]
+    changes = "batch_sizes +32 -8, eta_knob 0.5 -> 0.7, beta_knob 2 -> none, max_epochs 100 -> 6, controls 0.08 -> 0"
     assert run("jobs", "revise", job_id, *stated, *source) == (0, f"job {job_id} revised: {changes}\n", "")
     assert run("jobs", "revise", job_id, *stated, *source)[:2] == (0, f"job {job_id} has these terms already\n")
     shown = run("jobs", "show", job_id, *source)[1]
@@ -376,7 +376,6 @@ def test_job_is_revised(job_id: str, source: list[str]) -> None:
         (["--batch-sizes", "8"], "default_batch_size: 16 is not one of batch_sizes [8]"),
         (["--controls", "0.9"], "controls: Input should be less than or equal to 0.5"),
         (["--eta", "2"], "eta_knob: Input should be less than or equal to 1"),
-        (["--policy", "zeus", "--controls", "0.1"], "policy zeus decides as Zeus does, which makes no control runs"),
         ([], "state at least one term: --eta, --beta, --max-epochs"),
     ],
 )

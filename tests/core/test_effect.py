@@ -22,7 +22,7 @@ RUNS = st.lists(
 def learned(runs: list[tuple[float, float, bool]], factor: float = 1.0) -> EffectModel:
     model = EffectModel()
     for epochs, cost, is_default in runs:
-        model.add(epochs, factor * cost / epochs, is_default=is_default)
+        model.add(epochs, math.log(factor * cost) - math.log(epochs), is_default=is_default)
     return model
 
 

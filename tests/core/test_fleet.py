@@ -113,6 +113,6 @@ def test_job_without_a_shown_verdict_has_saved_nothing() -> None:
     evidence.add(
         [Run(16, 10, 400.0, is_exploration=True), *[Run(32, 10, 420.0), Run(32, 9, 380.0), Run(16, 10, 400.0)] * 8]
     )
-    assert evidence.judge(32).controls == 9
+    assert evidence.judge(32).verdict().controls == 9
     found = saved_since(JOB, [], {name: evidence.judge(32) for name in Amounts._fields}.__getitem__, 0)
     assert found == dict.fromkeys(Amounts._fields)

@@ -77,7 +77,7 @@ def test_failures_at_the_default_are_not_charged_to_the_job() -> None:
 def view_of(word: SavingsWord, now: Share | None, best: int = 32, **fields: object) -> SavingsView:
     nothing = AmountSaved(spent=1, now=None, so_far=None, saved=None)
     known = {"cost_j": nothing.model_copy(update={"now": now}), "energy_j": nothing, "time_s": nothing, "controls": 3}
-    unset = dict.fromkeys(("runs_needed", "controls_needed", "cause"))
+    unset = dict.fromkeys(("runs_needed", "cause"))
     sums = {"recurrences": 9, "exploration_cost_j": 1, "control_cost_j": 1}
     told = {"word": word, "default_batch_size": 16, "batch_size": best}
     return SavingsView.model_validate({**told, **known, **unset, **sums, **fields})
@@ -92,9 +92,8 @@ SAVED, LOST = Share(low=0.25, middle=0.31, high=0.37), Share(low=-0.14, middle=-
         (view_of(SavingsWord.SAVES, SAVED), "32 saves 31 % (25 to 37 %) of what a run costs at your default, 16."),
         (view_of(SavingsWord.LOSES, LOST), "32 costs 10 % (6 to 14 %) more than your default, 16."),
         (
-            view_of(SavingsWord.NOT_SHOWN, SAVED, cause="1 of 3", runs_needed=9, controls_needed=2),
-            "Whether 32 saves against your default, 16, is not shown yet. 1 of 3; about 9 more runs, 2 of them at 16, "
-            "would settle it.",
+            view_of(SavingsWord.NOT_SHOWN, SAVED, cause="1 of 3", runs_needed=9),
+            "Whether 32 saves against your default, 16, is not shown yet. 1 of 3; about 9 more runs would settle it.",
         ),
         (view_of(SavingsWord.NOT_SHOWN, None, 16), "Your default, 16, is the best batch size so far."),
     ],

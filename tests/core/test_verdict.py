@@ -72,7 +72,7 @@ def test_first_run_counts_without_its_first_epoch() -> None:
         first_epoch=1.0, first_energy_j=500.0, energy_j=590.0,
     )  # fmt: skip
     slow = run_of(first, 590.0, 500.0)
-    assert (slow.amount, slow.later_pace, slow.is_control) == (590.0, 10.0, False)
+    assert (slow.amount, slow.later_pace, slow.is_control) == (590.0, pytest.approx(math.log(10.0)), False)
     assert run_of(replace(first, first_epoch=10.0), 590.0, 590.0).later_pace is None
     assert run_of(replace(first, origin=Origin.CONTROL), 590.0, 500.0).is_control
     rest = [EXPLORED[1], *recurring(100, 60, 3)]
@@ -212,7 +212,7 @@ def test_runs_learned_singly_or_together_give_the_same_verdict(monkeypatch: pyte
         one_by_one.learn([each])
         assert one_by_one.verdict() == judged(runs[:count])
     # Of 42 runs, the latest 12 are evidence: three control runs.
-    assert one_by_one.controls == 3
+    assert one_by_one.verdict().controls == 3
 
 
 def test_run_without_measured_energy_is_no_evidence() -> None:
@@ -245,7 +245,7 @@ class TestControlRuns:
 
     def places(self, word: SavingsWord, seed: int, **fields: float) -> list[int]:
         """Return the places among 1,000 trials where a control run is due."""
-        job = self.job.model_copy(update={"mab_seed": seed})
+        job = self.job.model_copy(update={"mab_seed": seed, "controls": 0.05})
         judge = FakeJudge(word, **fields)
         return [number for number in range(1000) if is_control_due(job, judge, number)]
 
@@ -276,7 +276,10 @@ class TestControlRuns:
         judge.learn(controlled(4))
         spent_j = sum(each.amount for each in controlled(4))
         assert judge.forgone() == pytest.approx(4 * 50 / spent_j, rel=0.1)
-        assert judge.verdict().control_share == judge.forgone()
+        assert (
+            judge.verdict().control_runs
+            == f"control runs have cost {judge.forgone():.1%} of the job so far, at most 8%"
+        )
         # Control runs that were cheap by chance have not been free.
         lucky.learn([*controlled(2), *[replace(run(DEFAULT, 30), is_control=True)] * 2])
         assert lucky.forgone() > 0.02

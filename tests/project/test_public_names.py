@@ -101,7 +101,6 @@ PUBLIC = {
             "BUSY_SHARE",
             "CONTROLS",
             "busy_remark",
-            "controls_in_words",
             "certain_direction",
             "epochs_in_words",
             "finishing_reason",

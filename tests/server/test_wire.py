@@ -46,7 +46,7 @@ class TestRegistering:
             **spec,
             "batch_sizes": [8, 16, 32],
             "policy": "zeus",
-            "controls": 0.06,
+            "controls": 0.08,
             "warm_start": "auto",
             "warm": None,
             "confirm": 1,
@@ -117,11 +117,11 @@ class TestRegistering:
     def test_controls_are_a_share_of_the_cost(self) -> None:
         fields = {"job_id_prefix": "job", "batch_sizes": (8,), "default_batch_size": 8}
         assert [JobSpec(**fields, controls=each).controls for each in (0.05, "off")] == [0.05, 0.0]
-        with pytest.raises(ValueError, match=r'state the share of the cost .*, such as 0\.06, or "off"'):
+        with pytest.raises(ValueError, match=r'state the share of the cost .*, such as 0\.08, or "off"'):
             JobSpec(**fields, controls="auto")
         # Jobs that earlier versions stored have the default budget.
         stored = CreatedJob(**fields, job_id="job-1", max_power=1, number_of_gpus=1, gpu_model="A").model_dump()
-        assert CreatedJob.model_validate_json(json.dumps({**stored, "controls": "auto"})).controls == 0.06
+        assert CreatedJob.model_validate_json(json.dumps({**stored, "controls": "auto"})).controls == 0.08
 
     def test_misspelt_field_of_a_jobspec_is_refused(self) -> None:
         required = {"job_id_prefix": "job", "batch_sizes": (8,), "default_batch_size": 8}

@@ -75,7 +75,6 @@ from zeus_plugins.protocol._values import Watched as Watched
 from zeus_plugins.protocol._values import WireMessage as WireMessage
 from zeus_plugins.protocol._values import busy_remark as busy_remark
 from zeus_plugins.protocol._values import certain_direction as certain_direction
-from zeus_plugins.protocol._values import controls_in_words as controls_in_words
 from zeus_plugins.protocol._values import cost as cost
 from zeus_plugins.protocol._values import epochs_in_words as epochs_in_words
 from zeus_plugins.protocol._values import faults_in_words as faults_in_words

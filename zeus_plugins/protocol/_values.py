@@ -171,11 +171,6 @@ def faults_in_words(error: ValidationError, *, most: int | None = None) -> str:
     return "; ".join(f"{field}: {problem}" if field else problem for field, problem in words)
 
 
-def controls_in_words(share: float, budget: float) -> str:
-    """Return the share of a job's cost that control runs have forgone, beside their budget."""
-    return f"control runs have cost {share:.1%} of the job so far, at most {budget:.0%}"
-
-
 def finishing_reason(missed_trial: str, missed_size: int) -> str:
     """Return the reason for the batch size of a trial that finishes the run of a trial without the target."""
     return f"finishes the run of {missed_trial}, which ended at {missed_size} without the target"
@@ -303,7 +298,7 @@ PositiveFinite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
-CONTROLS = 0.06
+CONTROLS = 0.08
 """Share of a job's cost that control runs may forgo, unless the job states another."""
 
 

@@ -40,7 +40,6 @@ from zeus_plugins.protocol._values import (
     Watched,
     Watts,
     WireMessage,
-    controls_in_words,
 )
 
 
@@ -301,13 +300,11 @@ class SavingsView(WireMessage):
         batch_size: The best size, which is compared with the default; None before a run has reached the target.
         controls: Number of runs at the default that are evidence.
         runs_needed: About how many more runs would settle the verdict; None if it is shown, or none can be foreseen.
-        controls_needed: How many of those at the default.
         cause: Why the verdict is not shown; None if it is.
         recurrences: Number of runs that reached the target.
         exploration_cost_j: Cost of all trials that explored, joules.
         control_cost_j: Cost of all control runs, joules.
-        control_share: Share of the job's cost that control runs have forgone, as the model estimates it.
-        control_budget: Largest such share at which a further control run follows.
+        control_runs: Sentence on the share of the job's cost that control runs have forgone; empty if unknown.
     """
 
     word: SavingsWord
@@ -318,13 +315,11 @@ class SavingsView(WireMessage):
     time_s: AmountSaved
     controls: int
     runs_needed: int | None
-    controls_needed: int | None
     cause: str | None
     recurrences: int
     exploration_cost_j: float
     control_cost_j: float
-    control_share: float = 0.0
-    control_budget: float = 0.0
+    control_runs: str = ""
 
     @property
     def is_shown(self) -> bool:
@@ -355,16 +350,7 @@ class SavingsView(WireMessage):
         if self.runs_needed is None:
             return f"{text}."
         runs = "1 more run" if self.runs_needed == 1 else f"{self.runs_needed} more runs"
-        at_default = f", {self.controls_needed} of them at {self.default_batch_size}," if self.controls_needed else ""
-        return f"{text}; about {runs}{at_default} would settle it."
-
-    @property
-    def control_runs(self) -> str:
-        """Share of the job's cost that control runs have forgone, as a sentence; empty before any has."""
-        if not self.control_share:
-            return ""
-        words = controls_in_words(self.control_share, self.control_budget)
-        return f"{words[0].upper()}{words[1:]}."
+        return f"{text}; about {runs} would settle it."
 
     @property
     def so_far(self) -> str:
