@@ -215,7 +215,13 @@ class Judge:
 
     def forgone_in_words(self) -> str:
         """Return the share that control runs have forgone, beside their budget."""
-        return f"control runs have cost {self.forgone():.1%} of the job so far, at most {self._budget:.0%}"
+        limit, is_low = self.limit(), self.limit() < self._budget
+        words = f"and the next one waits until this is below {limit:.0%}" if is_low else f"at most {limit:.0%}"
+        return f"control runs have cost {self.forgone():.1%} of the job so far, {words}"
+
+    def limit(self) -> float:
+        """Return the share that control runs may forgo now: less of it once the job is shown to save."""
+        return min(self._budget, _LATE) if self.now()[0] is SavingsWord.SAVES else self._budget
 
     @property
     def _is_pace_unknown(self) -> bool:
@@ -349,9 +355,7 @@ def is_control_due(job: CreatedJob, judge: Judge, number: int) -> bool:
     seed = zlib.crc32(job.job_id_prefix.encode()) if job.mab_seed is None else job.mab_seed
     if np.random.default_rng([seed, number]).random() >= _CHANCE:
         return False
-    word = judge.now()[0]
-    budget = min(job.controls, _LATE) if word is SavingsWord.SAVES else job.controls
-    return word is not SavingsWord.LOSES and judge.forgone(1) <= budget
+    return judge.now()[0] is not SavingsWord.LOSES and judge.forgone(1) <= judge.limit()
 
 
 def why_no_controls(job: CreatedJob, *, reached: int, missed: int, broken_off: int, is_infeasible: bool) -> str | None:
