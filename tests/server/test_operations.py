@@ -239,6 +239,7 @@ OTHER_GETS = {
         "/api/jobs/{job_id}/arms",
         "/api/jobs/{job_id}/trials.csv",
         "/api/jobs/{job_id}/events",
+        "/api/jobs/{job_id}/power_profiles",
     ),
 }
 

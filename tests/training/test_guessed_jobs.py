@@ -358,7 +358,7 @@ def test_training_prints_lines_at_the_begin_and_the_end(url: str) -> None:
     assert "[" not in begin
     assert end.endswith("Batch size 128 took 1 s and 10 J (replayed), a cost of 55 J")
     assert next_steps == (
-        "zeus: Whether 128 saves against your default, 64, is not shown yet. No control run at 64 yet. "
+        "zeus: Whether 128 saves against your default, 64, is not shown yet. 1 of at least 2 runs at 64 so far. "
         "Tried so far: 2 of 7 batch sizes."
     )
     _, end, next_steps = third.said
