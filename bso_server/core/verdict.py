@@ -215,9 +215,9 @@ class Judge:
 
     def forgone_in_words(self) -> str:
         """Return the share that control runs have forgone, beside their budget."""
-        limit, is_low = self.limit(), self.limit() < self._budget
-        words = f"and the next one waits until this is below {limit:.0%}" if is_low else f"at most {limit:.0%}"
-        return f"control runs have cost {self.forgone():.1%} of the job so far, {words}"
+        limit = self.limit()
+        words = "and the next one waits until this is below" if limit < self._budget else "at most"
+        return f"control runs have cost {self.forgone():.1%} of the job so far, {words} {limit:.0%}"
 
     def limit(self) -> float:
         """Return the share that control runs may forgo now: less of it once the job is shown to save."""
