@@ -162,22 +162,15 @@ def _main_row(entries: Mapping[str, Entry]) -> str:
 
 
 def _condition_rows(rows: PolicyResults) -> str:
-    """Return a table with a line for each row and N, and a column for each contender: mean (worst case).
-
-    The last line of a row has the share of jobs that ended with a size that is too expensive.
-    """
+    """Return a table with a line for each row, and a column for each contender: means at two N, and the worst case."""
     names = in_order({name for entries in rows.values() for name in entries}, CONTENDERS)
-    lines = [["case", "N", *map(label, names)]]
+    lines = [["case", *map(label, names)]]
     for row, entries in rows.items():
-        marks = [mark for mark in MARKS if any(str(mark) in each["worst"] for each in entries.values())]
-        for mark in marks:
-            cells = (_mean_and_worst(entries[name], str(mark)) if name in entries else "" for name in names)
-            lines.append([ROWS[row].title if mark == marks[0] else "", str(mark), *cells])
-        shares = (_share(entries[name].get(_LAST)) if name in entries else "" for name in names)
-        lines.append(["", "last size > 5 % too expensive", *shares])
+        shown = (_at_two(entries[name]) if name in entries else "" for name in names)
+        lines.append([ROWS[row].title, *shown])
     for title, key, combined in (("recurrences given up, in all cases", "given_up", sum), ("seeds", "seeds", max)):
         found = ([entries[name][key] for entries in rows.values() if name in entries] for name in names)
-        lines.append([title, "", *(str(combined(numbers)) for numbers in found)])
+        lines.append([title, *(str(combined(numbers)) for numbers in found)])
     return markdown_table(lines)
 
 
@@ -206,8 +199,10 @@ def _share(share: float | None) -> str:
     return "–" if share is None else _percent(share)
 
 
-def _mean_and_worst(found: Entry, mark: str) -> str:
-    return f"{_ratio_to_oracle(found['geometric_mean'].get(mark))} ({_ratio_to_oracle(found['worst'].get(mark))})"
+def _at_two(found: Entry) -> str:
+    """Return the means at two numbers of recurrences, with the worst case at the second in brackets."""
+    early, late = (_ratio_to_oracle(found["geometric_mean"].get(mark)) for mark in ("20", "100"))
+    return f"{early} / {late} ({_ratio_to_oracle(found['worst'].get('100'))})"
 
 
 def _ratio_to_oracle(ratio: float | None) -> str:
