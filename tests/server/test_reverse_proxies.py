@@ -246,8 +246,8 @@ def authenticating_proxy(server_url: str) -> Iterator[int]:
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
 def test_single_sign_on_works_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_database: str) -> None:
-    """Use the nginx configuration of docs/single-sign-on.md with a substitute for oauth2-proxy."""
-    (site,) = re.findall("```nginx\n(.*?)```", (ROOT / "docs/single-sign-on.md").read_text(), re.DOTALL)
+    """Use the nginx configuration of docs/tokens.md with a substitute for oauth2-proxy."""
+    (site,) = re.findall("```nginx\n(.*?)```", (ROOT / "docs/tokens.md").read_text(), re.DOTALL)
     token = make_token(new_database, "report")
     monkeypatch.setenv("ZEUS_BSO_SSO_PROXIES", "127.0.0.1")
     with serving(new_database, tmp_path) as server, authenticating_proxy(server.url) as proxy:

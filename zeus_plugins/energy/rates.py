@@ -1,4 +1,4 @@
-"""Money and CO2 of energy at stated rates: each a number or a CSV table of rates by time (docs/money-and-co2.md)."""
+"""Money and CO2 of energy at stated rates: each a number or a CSV table of rates by time (docs/report.md)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class RateTable:
         if "time" not in names or not rates:
             raise ZeusBSOConfigError(
                 f"{self._place} needs the column 'time' and a column that begins with {column!r}: its first line names"
-                f" {', '.join(map(repr, names)) or 'none'} (docs/money-and-co2.md)"
+                f" {', '.join(map(repr, names)) or 'none'} (docs/report.md#money-and-co2)"
             )
         for row in reader:
             try:
