@@ -25,7 +25,7 @@ GPUS = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="H200")
 
 
 class Moving(FakeNvml):
-    """A driver whose counter has moved by 40 J whenever it is read, as a counter may between two readings."""
+    """A driver with a counter that moves by 40 J at each reading, as a counter may between two readings."""
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: FakeGpu) -> int:  # noqa: N802 - NVML's own name
         handle.spend(40_000)
@@ -33,7 +33,8 @@ class Moving(FakeNvml):
 
 
 def test_parts_of_an_epoch_are_those_of_its_energy(tmp_path: Path) -> None:
-    clock, driver = Clock(), Moving([FakeGpu(uuid=f"GPU-{place}", power_mw=100_000) for place in range(2)])
+    gpus = [FakeGpu(uuid=f"GPU-{place}", power_mw=100_000, counter_mj=10**7 * place) for place in (1, 2)]
+    clock, driver = Clock(), Moving(gpus)
     monitor = whole_node(NvmlMonitor(nvml=driver, clock=clock), powercap=make_powercap(tmp_path))
     meter = EpochMeter(monitor, clock=clock)
     meter.begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,14 @@ from tests.support.energy_bench import probes_of, window
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from tests.support.fake_powercap import make_powercap, spend_uj
 from zeus_plugins import energy
-from zeus_plugins.energy import EstimateMonitor, NvmlMonitor, RaplMonitor, nvml
+from zeus_plugins.energy import (
+    EnergyUnavailableError,
+    EstimateMonitor,
+    NvmlMonitor,
+    NvmlPowerMonitor,
+    RaplMonitor,
+    nvml,
+)
 from zeus_plugins.energy.auto import choose
 from zeus_plugins.energy.monitor import MonitorRequest
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -40,6 +48,20 @@ def test_started_gpu_without_nvml_is_estimated_beside_a_readable_cpu(
     chosen = energy.auto(300.0, probes=probes_of(NO_LIBRARY, powercap=make_powercap(tmp_path)))
     assert chosen.source == "estimate: 300 W stated"
     assert "NVML Shared Library Not Found (in a container, NVIDIA_DRIVER_CAPABILITIES=compute,utility" in caplog.text
+
+
+def test_gpus_with_one_counter_of_their_module_count_once(caplog: pytest.LogCaptureFixture) -> None:
+    machine = [FakeGpu(uuid=f"GPU-{name}", module="GB200", instant_mw=500_000, power_mw=1_200_000) for name in "ab"]
+    driver, clock = FakeNvml(machine), Clock()
+    with pytest.raises(EnergyUnavailableError, match=r"GPU 0 .* and GPU 1 .* give the same counter"):
+        NvmlMonitor(nvml=driver).gpus()
+    assert energy.auto(probes=probes_of(driver)).source == "nvml power, integrated"
+    assert "that of their module: energy is integrated from power readings instead" in caplog.text
+    spent = window(NvmlPowerMonitor(nvml=driver, clock=clock), clock, 10.0)
+    assert spent.energy_j == pytest.approx(2 * 500 * 10)
+    assert NvmlMonitor([1], nvml=driver).gpus().number_of_gpus == 1
+    apart = FakeNvml([replace(gpu, module=gpu.uuid, counter_mj=number) for number, gpu in enumerate(machine, start=7)])
+    assert NvmlMonitor(nvml=apart).gpus().number_of_gpus == 2
 
 
 @pytest.mark.parametrize("kind", ["xpu", "mps", "npu"])

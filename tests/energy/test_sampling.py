@@ -39,8 +39,9 @@ class Meter:
 
     power: float = 0.0
     max_power_w: float = 250.0
+    part: str = "gpu_0"
 
-    def power_w(self) -> float:
+    def instant_power_w(self) -> float:
         return self.power
 
 

@@ -301,7 +301,7 @@ def test_bundle_brings_the_packages_of_a_training_without_pytorch_and_numpy() ->
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A bundle whose interpreter writes its arguments to a file."""
+    """A bundle with an interpreter that writes its arguments to a file."""
     made = tmp_path / "gpu-bundle"
     (made / "wheels").mkdir(parents=True)
     (made / "tree").mkdir()

@@ -54,6 +54,8 @@ class FakeGpu:
     mig_mode: int | None = None
     # Compute slices of each MIG slice by position; CUDA names the first MIG-{uuid}, and each MIG-{uuid}/{position}/0.
     slices: list[int | None] = field(default_factory=list)
+    # Module with a common counter, reported in place of the GPU's own.
+    module: str | None = None
 
     def spend(self, energy_mj: int) -> None:
         """Let the counter rise."""
@@ -140,7 +142,10 @@ class FakeNvml:
         if handle.passing_failures:
             handle.passing_failures -= 1
             raise FakeNvmlError("Unknown Error")
-        return supported(handle.counter_mj)
+        if handle.module is not None:
+            return sum(supported(gpu.counter_mj) for gpu in self.machine if gpu.module == handle.module)
+        place = next(place for place, gpu in enumerate(self.machine) if gpu is handle)
+        return supported(handle.counter_mj) + place  # counters of two GPUs differ
 
     def nvmlDeviceGetPowerManagementLimitConstraints(self, handle: FakeGpu) -> Sequence[int]:  # noqa: N802
         lowest_mw = 200_000

@@ -81,19 +81,14 @@ def next_moves(
 
 
 class IntegratedPower:
-    """An `EnergyCounter` that integrates power readings by the trapezoidal rule.
-
-    The device has `max_power_w` and `power_w()`, in watts. If it also has `instant_power_w()`, that method is used,
-    because `power_w()` may be a mean of the past second.
-    """
+    """An `EnergyCounter` that integrates `instant_power_w()` of a device by the trapezoidal rule."""
 
     longest_gap_s = 1.0
     update_s = 0.0
 
     def __init__(self, device: Any, clock: Callable[[], float]) -> None:
-        self.part = getattr(device, "part", "")
+        self.part = device.part
         self._device = device
-        self._power_w: Callable[[], float] = getattr(device, "instant_power_w", device.power_w)
         self._clock = clock
         self._energy_j = 0.0
         self._latest: tuple[float, float] | None = None
@@ -108,7 +103,7 @@ class IntegratedPower:
 
     def energy_uj(self) -> int:
         """Read the power, add the energy since the previous reading, and return the sum in microjoules."""
-        power_w = self._power_w()
+        power_w: float = self._device.instant_power_w()
         now_s = self._clock()
         if self._latest is not None:
             then_s, power_then_w = self._latest

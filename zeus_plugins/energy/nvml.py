@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from zeus_plugins.energy.counters import SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPower
@@ -200,7 +201,7 @@ class NvmlMonitor(CounterMonitor):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__("nvml", partial(_found, nvml, device_indices), clock, max_power_w=max_power_w, sleep=sleep)
+        super().__init__("nvml", partial(_counted, nvml, device_indices), clock, max_power_w=max_power_w, sleep=sleep)
 
 
 class NvmlPowerMonitor(CounterMonitor):
@@ -232,6 +233,17 @@ def _notes(gpus: Sequence[NvmlGpu], own: Collection[int]) -> Sequence[str]:
             " the cost of its batch size depends on them"
         )
     return ["shared with other processes"] if sharing else []
+
+
+def _counted(nvml: Nvml | None, indices: Sequence[int | str] | None) -> Found:
+    """Find GPUs with counters of their own; raise `EnergyUnavailableError` if two GPUs have the counter of a module."""
+    found = _found(nvml, indices)
+    before, after = ([gpu.energy_uj() for gpu in found.devices] for _ in range(2))
+    for one, other in combinations(range(found.number), 2):
+        if 0 < before[one] <= before[other] <= after[one]:  # equal, but for an update between the readings
+            names = f"{found.devices[one]} and {found.devices[other]}"
+            raise EnergyUnavailableError(f"{names} give the same counter, that of their module")
+    return found
 
 
 def _found(nvml: Nvml | None, indices: Sequence[int | str] | None) -> Found:

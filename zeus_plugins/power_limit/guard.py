@@ -98,14 +98,10 @@ class _Guarded:
 
 
 def check_free(device: PowerLimitDevice) -> None:
-    """Raise `PowerLimitKeptError` if another live training sets the limit of a device."""
+    """Raise `PowerLimitUnavailableError` if another live training sets the limit of a device."""
     record = holder(device)
     if record is not None:
-        raise PowerLimitKeptError(f"{device} is left alone: {record} when it ends")
-
-
-class PowerLimitKeptError(PowerLimitUnavailableError):
-    """The limit of a device must not be set: a live training sets it, or another program has set it."""
+        raise PowerLimitUnavailableError(f"{device} is left alone: {record} when it ends")
 
 
 class LimitGuard:
@@ -152,14 +148,14 @@ class LimitGuard:
         """Set a limit, in watts, on all devices. Call `claim` first.
 
         Raises:
-            PowerLimitKeptError: Another live training sets the limit, or another program has set a lower one.
-            PowerLimitUnavailableError: A limit cannot be read or set, or a device does not obey it.
+            PowerLimitUnavailableError: A limit cannot be read or set, or a device does not obey it; another live
+                training sets the limit, or another program has set a lower one.
         """
         for each in self._guarded:
             check_free(each.device)
             self._look(each)
             if limit_w > each.cap_w + TOLERANCE_W:
-                raise PowerLimitKeptError(f"another program has limited {each.device} to {each.cap_w:g} W")
+                raise PowerLimitUnavailableError(f"another program has limited {each.device} to {each.cap_w:g} W")
         for each in self._guarded:
             each.set(limit_w)
             if each.obeyed_w < limit_w - TOLERANCE_W:

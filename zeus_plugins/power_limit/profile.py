@@ -34,13 +34,13 @@ class PowerLimitProfile(PowerProfile):
 
     def with_sample(self, sample: PowerLimitSample) -> Self:
         """Return this profile with `sample` in place of any sample of its limit."""
-        others = [each for each in self.samples if each.limit_w != sample.limit_w]
-        return self._with([*others, sample])
+        samples = [*(each for each in self.samples if each.limit_w != sample.limit_w), sample]
+        return self.model_copy(update={"samples": tuple(sorted(samples, key=lambda each: each.limit_w))})
 
     def only(self, limits_w: Iterable[float]) -> Self:
         """Return this profile with only the samples of these limits."""
         wanted = set(limits_w)
-        return self._with(sample for sample in self.samples if sample.limit_w in wanted)
+        return self.model_copy(update={"samples": tuple(each for each in self.samples if each.limit_w in wanted)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, atomically; log a warning if it cannot be written."""
@@ -67,7 +67,3 @@ class PowerLimitProfile(PowerProfile):
                 error.errors()[0]["msg"],
             )
         return None
-
-    def _with(self, samples: Iterable[PowerLimitSample]) -> Self:
-        in_order = tuple(sorted(samples, key=lambda sample: sample.limit_w))
-        return self.model_copy(update={"samples": in_order})
