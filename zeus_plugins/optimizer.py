@@ -242,7 +242,7 @@ class BatchSizeOptimizer:
     def watch(self, **values: float) -> None:
         """Record further metrics with the next `on_evaluate`; of each name, the last value of the run counts.
 
-        Values of different batch sizes are compared (docs/quality.md). After the last `on_evaluate` it is too late.
+        Values of different batch sizes are compared (docs/target.md). After the last `on_evaluate` it is too late.
         """
         self._session.watch(values)
 

@@ -72,7 +72,7 @@ def begun() -> tuple[JobState, TrialRecord]:
 
 
 def test_documented_transitions_match_the_code() -> None:
-    text = (ROOT / "docs" / "states.md").read_text()
+    text = (ROOT / "docs" / "reference.md").read_text()
     rows = re.findall(r"^\| (\w+) \| [^|]+ \| ([^|]+) \|$", text, flags=re.M)
     documented = {
         TrialState(state): set() if after == "–" else {TrialState(word) for word in after.split(", ")}

@@ -216,21 +216,20 @@ def test_generated_pages_match_the_code(page: str) -> None:
     ("heading", "values"),
     [("States of a trial", TrialState), ("Reasons of", EndReason), ("Origins of", Origin), ("Stages of", Stage)],
 )
-def test_page_of_states_lists_every_state(heading: str, values: type[StrEnum]) -> None:
-    (section,) = [one for one in (DOCS / "states.md").read_text().split("\n## ") if one.startswith(heading)]
+def test_reference_lists_every_state(heading: str, values: type[StrEnum]) -> None:
+    (section,) = [one for one in REFERENCE.split("\n## ") if one.startswith(heading)]
     named = [line.split("|")[1].strip(" `") for line in section.splitlines() if line.startswith("| ")]
     assert sorted(named[1:]) == sorted(values)
 
 
-def test_page_of_exit_statuses_matches_the_code() -> None:
+def test_exit_statuses_of_the_reference_match_the_code() -> None:
     code = "\n".join(
         path.read_text() for name in ("zeus_plugins", "bso_server") for path in (ROOT / name / "cli").glob("*.py")
     )
     own = (energy._FAILED, energy._NOT_EXECUTABLE, energy._NOT_FOUND, ZeusBSOTrainFailError.exit_status)
     statuses = {"2", *re.findall(r"return (\d+)$", code, re.MULTILINE), *map(str, own)}
-    shown = {
-        cell.strip() for line in (DOCS / "exit-status.md").read_text().splitlines() for cell in re.split(r"[|,]", line)
-    }
+    section = REFERENCE.partition("\n## Exit statuses\n")[2]
+    shown = {cell.strip() for line in section.splitlines() for cell in re.split(r"[|,]", line)}
     assert len(statuses) > 5
     assert sorted(statuses - shown) == []
 
@@ -278,22 +277,7 @@ RUN_ELSEWHERE = {
     "README.md": "tests/project/test_docs.py",
     "docs/policy-custom.md": "tests/core/test_open_policies.py",
 }
-TRAININGS = {"docs/first-saving.md", "docs/tutorial-lightning.md", "docs/tutorial-huggingface.md"}
-
-
-def lightning() -> dict[str, Any]:
-    from lightning.pytorch import Trainer
-
-    from zeus_plugins.lightning import ZeusBSOCallback
-
-    return {"Trainer": Trainer, "ZeusBSOCallback": ZeusBSOCallback}
-
-
-def hugging_face() -> dict[str, Any]:
-    pytest.importorskip("transformers")
-    from zeus_plugins.huggingface import ZeusBSOTrainerCallback
-
-    return {"Trainer": lambda _, callbacks: callbacks, "ZeusBSOTrainerCallback": ZeusBSOTrainerCallback}
+TRAININGS = {"docs/first-saving.md", "docs/lightning.md", "docs/huggingface.md"}
 
 
 def schedules() -> dict[str, Any]:
@@ -313,22 +297,6 @@ def data_loader() -> dict[str, Any]:
     }
 
 
-def fabric_loop() -> dict[str, Any]:
-    import torch
-    from lightning.fabric import Fabric
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from zeus_plugins import JobSpec
-
-    job = JobSpec(job_id_prefix="fabric", batch_sizes=(4, 8), default_batch_size=8, target_metric=0.9)
-    fabric = Fabric(accelerator="cpu", devices=1)
-    data = TensorDataset(torch.zeros(16, 1))
-    return {"job": job, "fabric": fabric, "data": data, "DataLoader": DataLoader, "model": None} | {
-        "train_one_epoch": lambda _fabric, _model, loader: list(loader),
-        "validate": lambda _fabric, _model: 0.95,
-    }
-
-
 def registered_job() -> dict[str, Any]:
     from zeus_plugins import JobSpec
     from zeus_plugins.client import client_from_environment
@@ -343,9 +311,6 @@ def registered_job() -> dict[str, Any]:
 
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
-    "docs/lightning.md": lightning,
-    "docs/huggingface.md": hugging_face,
-    "docs/fabric.md": fabric_loop,
     "docs/schedules.md": schedules,
     "docs/master.md": data_loader,
     "docs/dashboard.md": registered_job,
@@ -382,8 +347,9 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.Mo
     for example in examples:
         with contextlib.suppress(SkipTest):  # of this block only
             example.evaluate()
+    assert page not in TRAININGS or document.namespace["zeus"].converged
     tests = [shown for name, shown in document.namespace.items() if name.startswith("test_")]
-    assert bool(tests) == (page == "docs/testing.md")
+    assert bool(tests) == (page == "docs/examples.md")
     for test in tests:
         test(*([tmp_path] if inspect.signature(test).parameters else []))
 

@@ -147,7 +147,7 @@ class JobSpec(JobParams):
             of the same training on other GPUs, if the server has one; the id of a job; or ``"off"``, no job.
         no_worse_than_default: Margins by the names of metrics, which the callbacks then watch. A size is left out once
             a metric is shown to be worse than the default's by more than its margin. Higher is better, unless the name
-            says otherwise (such as ``val_loss``) or the margin is negative (docs/quality.md). Not with policy ``zeus``.
+            says otherwise (such as ``val_loss``) or the margin is negative (docs/target.md). Not with policy ``zeus``.
         confirm: Number of evaluations in a row that must reach the target (docs/target.md); a Zeus server ignores it.
         tags: Names for groups of jobs in reports, such as ``{"team": "ads"}`` (docs/report.md): at most 16, without
             effect on the optimization; a Zeus server ignores them. None: those with which the job is registered.

@@ -1,4 +1,4 @@
-"""Tests of trainings without a GPU; docs/testing.md has examples.
+"""Tests of trainings without a GPU; docs/examples.md has examples.
 
 `ReplayMonitor` is an energy monitor that returns listed measurements.
 """

@@ -81,11 +81,11 @@ class BatchSizeArguments:
                 increases Lightning's `accumulate_grad_batches` or Hugging Face's `gradient_accumulation_steps`.
             on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError`, just ``"stop"``, or
                 ``"finish"`` the run at the best known batch size in the same launch; after a crash at another size
-                than the script's, at the script's own (docs/finishing.md).
+                than the script's, at the script's own (docs/target.md).
             after_target: At the target, ``"stop"`` the training, or report its cost and ``"continue"`` without
                 measuring to the end that the script sets (docs/target.md).
             watch: Names of further metrics that the training logs, such as ``("val_loss", "test_acc")``. Their last
-                values are recorded, and compared between batch sizes (docs/quality.md).
+                values are recorded, and compared between batch sizes (docs/target.md).
             steps: The script's settings and schedules that count steps or batches mean those at its own batch size.
                 ``"samples"`` moves them to the same samples at other sizes; ``"unchanged"`` keeps the numbers
                 (docs/schedules.md).
