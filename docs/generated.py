@@ -143,8 +143,8 @@ def commands_page() -> str:
             arguments = table(("argument", "meaning"), options_of(leaf)) if any(options_of(leaf)) else "No arguments."
             parts.append(f"### `{leaf.prog}`\n\n{text}\n\n{arguments}")
     return (
-        "# Commands\n\nEach command prints its part of this page with `--help`. [reference.md](reference.md#exit-statuses) "
-        "lists the exit statuses.\n\n" + "\n\n".join(parts) + "\n"
+        "# Commands\n\nEach command prints its part of this page with `--help`. "
+        "[reference.md](reference.md#exit-statuses) lists the exit statuses.\n\n" + "\n\n".join(parts) + "\n"
     )
 
 
