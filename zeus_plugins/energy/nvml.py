@@ -208,7 +208,7 @@ class NvmlPowerMonitor(CounterMonitor):
     """An `EnergyMonitor` that integrates power readings of the visible NVIDIA GPUs, every 0.05 s in a window.
 
     It reads the present power if the driver offers it, otherwise the plain reading. If the power steps by ΔP between
-    two readings, the energy is off by at most ΔP × 0.025 s, plus the sensor's own error (docs/trust.md). If two
+    two readings, the energy is off by at most ΔP × 0.025 s, plus the sensor's own error (docs/energy.md). If two
     readings were more than a second apart, the source says so. The arguments and errors are those of `NvmlMonitor`.
     """
 
