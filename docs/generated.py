@@ -174,7 +174,7 @@ def routes_page() -> str:
     return f"""# Routes of the server
 
 The server describes itself at `GET /schema/openapi.json` (OpenAPI {document["openapi"]}); this page is made of that.
-A scope is what a [token](tokens.md) must have; each holds those before it: `read`, `report`, `admin`.
+A [token](tokens.md) must have the scope of the route; each scope holds the scopes before it: `read`, `report`, `admin`.
 Fields that a route does not know are ignored; NaN and infinities are refused. The five routes of Zeus 0.16 are those
 of `/jobs`, `/jobs/batch_size`, `/report` and `PATCH /trials`.
 
@@ -191,8 +191,8 @@ Errors are problem details (RFC 9457), [ErrorBody](#errorbody); 503 carries `Ret
 {chr(10).join(part + chr(10) for part in parts)}
 ## Pages and the schema
 
-These are for browsers, describe the server, or tell clients of earlier versions that a route is gone. They are no part
-of the OpenAPI document; [dashboard.md](dashboard.md) tells of the pages.
+These are for browsers, describe the server, or inform clients of earlier versions that a route is gone. They are no
+part of the OpenAPI document; [dashboard.md](dashboard.md) describes the pages.
 
 {table(("route", "scope"), hidden)}
 
