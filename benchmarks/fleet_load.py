@@ -134,7 +134,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 fleet,
                 Path(directory),
                 seconds=options.seconds,
-                workers=options.workers,
                 database_url=options.database_url,
             )
     except BenchmarkError as error:
@@ -188,22 +187,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--epoch-s", type=float, default=fleet.epoch_s, help="seconds of an epoch")
     parser.add_argument("--heartbeat-s", type=float, default=fleet.heartbeat_s, help="seconds between heartbeats")
     parser.add_argument("--seconds", type=float, default=60, help="seconds to measure")
-    parser.add_argument("--workers", type=int, default=1, help="processes of the server")
     parser.add_argument("--database-url", help="URL of an empty database, in place of a temporary SQLite file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     return parser
 
 
-def measure_fleet(
-    fleet: Fleet, directory: Path, *, seconds: float, workers: int = 1, database_url: str | None = None
-) -> FleetFigures:
+def measure_fleet(fleet: Fleet, directory: Path, *, seconds: float, database_url: str | None = None) -> FleetFigures:
     """Start a server, let a fleet train on it, and measure the growth of the server's database.
 
     Args:
         fleet: The trainings.
         directory: Working directory of the server.
         seconds: Duration of the measurement.
-        workers: Number of server processes.
         database_url: An empty database; None for a SQLite file in `directory`.
 
     Raises:
@@ -215,7 +210,7 @@ def measure_fleet(
     url = database_url or f"sqlite:///{directory / 'fleet.sqlite3'}"
     bso_server(url, directory, "db", "upgrade")
     _, empty_bytes = asyncio.run(_extent(url))
-    with serving_bso(url, directory, "--workers", str(workers)) as target:
+    with serving_bso(url, directory) as target:
         figures = asyncio.run(_play_fleet(target, fleet, seconds))
     rows, full_bytes = asyncio.run(_extent(url))
     grown = None if full_bytes is None or empty_bytes is None else full_bytes - empty_bytes

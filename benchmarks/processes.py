@@ -172,7 +172,7 @@ def _await_listening(process: subprocess.Popen[bytes], port: int, log: Path) -> 
 
 
 def _await_quiet(meter: Meter) -> None:
-    """Wait, `START_LIMIT_S` at most, for workers to finish their imports, which would count as cost of requests."""
+    """Wait, `START_LIMIT_S` at most, for a server to finish its imports, which would count as cost of requests."""
     deadline = time.monotonic() + START_LIMIT_S
     used = meter.cpu_s()
     while used is not None and time.monotonic() < deadline:

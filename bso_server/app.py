@@ -47,7 +47,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
     store = store_of(settings)
     metrics = None
     if settings.metrics != "off":
-        # Imported here, because its library reads the environment at its import, and other commands do not need it.
+        # Imported here, because other commands do not need its library.
         from bso_server.metrics.prometheus import Metrics
 
         metrics = Metrics(TotalsReader(store).read, settings.metrics_jobs)

@@ -1,4 +1,4 @@
-"""``bso-server serve``: start and end of the server's processes, and their limits for connections.
+"""``bso-server serve``: start and end of the server's process, and its limits for connections.
 
 uvicorn on h11 bounds the memory of a connection, but not the time that a connection waits for its client: connections
 that wait could use up all files that a process may open. `BoundedProtocol` adds this limit.
@@ -11,16 +11,11 @@ import asyncio
 import faulthandler
 import gc
 import logging.config
-import multiprocessing
 import os
-import shutil
+import resource
 import signal
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from http import HTTPStatus
 from types import FrameType
 from typing import Any
@@ -32,14 +27,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bso_server.api.auth import with_peer
 from bso_server.app import create_app, prepare
-from bso_server.cli.common import Commands, add_command, given, settings_of, with_store
-from bso_server.metrics import DIRECTORY_VARIABLE
+from bso_server.cli.common import Commands, RemovedOption, add_command, settings_of, with_store
 from bso_server.metrics.requests import JsonFormatter, TextFormatter
-from bso_server.settings import Settings, file_variable_of, variable_of
+from bso_server.settings import Settings, variable_of
 from zeus_plugins.protocol import ErrorBody
-
-if sys.platform != "win32":
-    import resource
 
 logger = logging.getLogger("bso_server")
 
@@ -60,10 +51,6 @@ _FAREWELL_S = 1.0
 # Seconds that requests may take after the signal to end the server; then they are cancelled.
 _GRACE_S = 5
 
-# Seconds after which an unresponsive worker is replaced. On a busy machine, no worker starts within uvicorn's
-# default of five.
-_WORKER_S = 30
-
 # Seconds from the signal to the forced end of the process. Docker kills a process after ten.
 _LAST_S = 9.0
 
@@ -73,7 +60,6 @@ def add_serve_command(commands: Commands) -> None:
     serve = add_command(commands, "serve", "run the server", _serve)
     serve.add_argument("--host", dest="server_host", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", dest="server_port", help="port to listen on (default 8000)")
-    serve.add_argument("--workers", type=int, default=1, help="number of processes (default 1)")
     serve.add_argument(
         "--migrate",
         action="store_true",
@@ -82,6 +68,8 @@ def add_serve_command(commands: Commands) -> None:
     serve.add_argument(
         "--insecure", action="store_const", const=True, help="serve requests without a token from any machine"
     )
+    instead = "one process serves 10,000 trainings; for more, start several servers on one database (docs/scale.md)"
+    serve.add_argument("--workers", action=RemovedOption, instead=instead)
 
 
 def _serve(options: argparse.Namespace) -> None:
@@ -89,59 +77,34 @@ def _serve(options: argparse.Namespace) -> None:
     log_config = _log_config(settings.log_level, settings.log_format)
     logging.config.dictConfig(log_config)
     with_store(options, lambda store: prepare(store, migrate=options.migrate), schema="any")
-    # Each worker process builds its own application from the environment that it inherits.
-    for name, value in given(options).items():
-        os.environ[variable_of(name)] = str(value)
-        os.environ.pop(file_variable_of(name), None)
     host = f"[{settings.server_host}]" if ":" in settings.server_host else settings.server_host
     logger.info("dashboard: http://%s:%d/ui/", host, settings.server_port)
     connections, files_left = connections_allowed()
-    with _counted_together(options.workers):
-        uvicorn.run(
-            "bso_server.cli.serve:application",
-            factory=True,
-            host=settings.server_host,
-            port=settings.server_port,
-            workers=options.workers,
-            http=BoundedProtocol,
-            h11_max_incomplete_event_size=MOST_HEAD_BYTES,
-            ws="none",
-            limit_concurrency=connections,
-            # The process must have a free file for each connection that it accepts.
-            backlog=files_left // 2,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_GRACE_S,
-            timeout_worker_healthcheck=_WORKER_S,
-            log_config=log_config,
-            # A line for each request would hide the other lines.
-            access_log=False,
-            # `application` reads the proxy's headers itself, so that the server also sees the proxy's own address.
-            proxy_headers=False,
-        )
-
-
-@contextmanager
-def _counted_together(processes: int) -> Iterator[None]:
-    """Make the processes that the block starts share their counts; raise `OSError` without room for temporary files."""
-    # An inherited directory would contain the counts of an earlier start.
-    os.environ.pop(DIRECTORY_VARIABLE, None)
-    if processes == 1:
-        yield
-        return
-    directory = tempfile.mkdtemp(prefix=f"zeus-bso-metrics-{os.getpid()}-")
-    os.environ[DIRECTORY_VARIABLE] = directory
-    try:
-        yield
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    uvicorn.run(
+        partial(application, settings),
+        factory=True,
+        host=settings.server_host,
+        port=settings.server_port,
+        http=BoundedProtocol,
+        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+        ws="none",
+        limit_concurrency=connections,
+        # The process must have a free file for each connection that it accepts.
+        backlog=files_left // 2,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_GRACE_S,
+        log_config=log_config,
+        # A line for each request would hide the other lines.
+        access_log=False,
+        # `application` reads the proxy's headers itself, so that the server also sees the proxy's own address.
+        proxy_headers=False,
+    )
 
 
 def connections_allowed() -> tuple[int, int]:
     """Return the maximum number of connections under the limit of open files, and the files left for other uses."""
-    files = 2 * _MOST_CONNECTIONS
-    if sys.platform != "win32":  # Windows has no such limit
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        files = files if limit == resource.RLIM_INFINITY else limit
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = 2 * _MOST_CONNECTIONS if limit == resource.RLIM_INFINITY else limit
     left = min(max(_FILES_LEFT, files // 4), files // 2)
     return min(files - left, _MOST_CONNECTIONS), left
 
@@ -256,12 +219,11 @@ def _log_config(level: str, log_format: str) -> dict[str, Any]:
     }
 
 
-def application() -> object:
-    """Make the application of a server process; end the process within `_LAST_S` of a signal, and with its parent."""
+def application(settings: Settings) -> object:
+    """Make the application of a server process; end the process within `_LAST_S` of a signal."""
     _end_in_time()
-    _end_with_parent()
-    BoundedProtocol.read_timeout_s = Settings().read_timeout_s
-    app: Any = create_app()
+    BoundedProtocol.read_timeout_s = settings.read_timeout_s
+    app: Any = create_app(settings)
     # The objects made so far stay, so the garbage collector need not visit them again.
     gc.freeze()
     return with_peer(ProxyHeadersMiddleware(app, os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")))
@@ -278,17 +240,3 @@ def _end_in_time() -> None:
             serving(number, frame)
 
         signal.signal(number, end)
-
-
-def _end_with_parent() -> None:
-    """End this worker when its parent process has ended, or the worker would keep the port."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def follow() -> None:
-        parent.join()
-        logging.getLogger("bso_server").warning("parent process exited; shutting down")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=follow, name="zeus-bso-parent", daemon=True).start()

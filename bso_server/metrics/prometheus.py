@@ -1,33 +1,25 @@
 """Metrics for Prometheus: counts of the events in a server, and totals of its database; see `docs/metrics.md`.
 
-With several processes, each counts in its own memory-mapped files in the directory ``PROMETHEUS_MULTIPROC_DIR``, and
-the process that answers a scrape adds them up: the multiprocess mode of ``prometheus_client``.
-
 If the totals are older than `PERIOD_S`, a scrape starts to read them from the database, and waits for the reading up to
 `_WAIT_S`. If the reading takes longer, the scrape returns the previous totals. After a long reading, the pause before
-the next one is longer, so that readings take at most a tenth of the time. With several processes, one process reads the
-totals, and shares them through a file in the directory.
+the next one is longer, so that readings take at most a tenth of the time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextvars import Context
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from http import HTTPMethod
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from bso_server.core.occurrences import (
@@ -41,7 +33,6 @@ from bso_server.core.occurrences import (
     TrialStarted,
 )
 from bso_server.errors import BsoError
-from bso_server.metrics import DIRECTORY_VARIABLE
 from bso_server.service.health import JobTotals
 from bso_server.service.reading import version_view
 from zeus_plugins.protocol import FINAL, OWN_POLICIES, Origin, SavingsWord, Stage, TrialState
@@ -86,12 +77,13 @@ class Metrics:
         self._refused = counter("zeus_bso_auth_failures", "Requests that were turned away.", ("reason",))
         errors = counter("zeus_bso_totals_errors", "Failures to read the totals of the database.")
         self._begin_at_nothing()
-        directory = os.environ.get(DIRECTORY_VARIABLE)
-        shared = None if directory is None else Path(directory)
-        self._database = DatabaseMetrics(read, errors, named=named, directory=shared)
-        self._counts: Collector = registry
-        if directory is not None:
-            self._counts = MultiProcessCollector(None, directory)  # type: ignore[no-untyped-call]  # likewise
+        self._database = DatabaseMetrics(read, errors, named=named)
+        registry.register(self._database)
+        view = version_view()
+        Info("zeus_bso_build", "The running version.", registry=registry).info(
+            {"version": view.version, "schema": view.schema_revision, "python": platform.python_version()}
+        )
+        self._registry = registry
 
     def _begin_at_nothing(self) -> None:
         """Create the series with known labels at 0, so that Prometheus sees their first increment."""
@@ -135,15 +127,7 @@ class Metrics:
     async def exposition(self) -> bytes:
         """Return the text of all metrics, in version 0.0.4 of Prometheus's format."""
         await self._database.refresh()
-        view = version_view()
-        registry = CollectorRegistry()
-        Info("zeus_bso_build", "The running version.", registry=registry).info(
-            {"version": view.version, "schema": view.schema_revision, "python": platform.python_version()}
-        )
-        registry.register(self._counts)
-        registry.register(self._database)
-        # In a thread, because the files of many processes take several milliseconds to read.
-        return await asyncio.to_thread(generate_latest, registry)
+        return generate_latest(self._registry)
 
     async def close(self) -> None:
         """Cancel the reading of totals."""
@@ -160,8 +144,6 @@ _WAIT_S = 1.0
 _DEADLINE_S = 60.0
 # Minimum pause after a reading, in multiples of its duration.
 _REST = 9.0
-
-_FILE = "totals.json"
 
 logger = logging.getLogger("bso_server")
 
@@ -211,15 +193,15 @@ _SIGN_OF = {SavingsWord.SAVES: 1, SavingsWord.NOT_SHOWN: 0, SavingsWord.LOSES: -
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Totals of the database, which were read at `read_at` (seconds since 1970) within `took_s` seconds."""
+    """Totals of the database, which were read at `read_at` (monotonic seconds) within `took_s` seconds."""
 
     read_at: float
     took_s: float
-    samples: Samples = field(default_factory=dict)
+    samples: Samples
 
     def is_new(self, now: float) -> bool:
-        """Return whether the totals are current; they are not if the clock was set back."""
-        return 0 <= now - self.read_at < max(PERIOD_S, _REST * self.took_s)
+        """Return whether the totals are current."""
+        return now - self.read_at < max(PERIOD_S, _REST * self.took_s)
 
 
 class DatabaseMetrics(Collector):
@@ -229,7 +211,6 @@ class DatabaseMetrics(Collector):
         read: Reads the totals of all jobs, by job id.
         errors: Counts failed readings.
         named: Pattern of the ids of jobs whose metrics name them, such as ``nightly-*``; None: no job.
-        directory: Directory through which the processes of this server share their readings, or None.
     """
 
     def __init__(
@@ -238,12 +219,10 @@ class DatabaseMetrics(Collector):
         errors: Counter,
         *,
         named: str | None = None,
-        directory: Path | None = None,
     ) -> None:
         self._read = read
         self._errors = errors
         self._named = named
-        self._file = None if directory is None else directory / _FILE
         self._known: Snapshot | None = None
         self._rests_until = 0.0
         self._reading: asyncio.Task[None] | None = None
@@ -259,12 +238,13 @@ class DatabaseMetrics(Collector):
             for label_values, value in values:
                 family.add_metric(label_values, value)
             yield family
-        age_s = max(0.0, time.time() - known.read_at)
+        age_s = time.monotonic() - known.read_at
         yield GaugeMetricFamily("zeus_bso_totals_age_seconds", "Time since the totals were read.", value=age_s)
 
     async def refresh(self) -> None:
         """Start to read the totals if they are old; wait for the reading up to `_WAIT_S`."""
-        if self._reading is None and time.monotonic() >= self._rests_until and not self._has_new(time.time()):
+        now, known = time.monotonic(), self._known
+        if self._reading is None and now >= self._rests_until and not (known is not None and known.is_new(now)):
             # A new context, because the reading may outlive this request and must not share its deadline.
             self._reading = asyncio.get_running_loop().create_task(self._read_totals(), context=Context())
         if self._reading is not None:
@@ -276,28 +256,13 @@ class DatabaseMetrics(Collector):
             self._reading.cancel()
             await asyncio.wait({self._reading})
 
-    def _has_new(self, now: float) -> bool:
-        if self._known is not None and self._known.is_new(now):
-            return True
-        if self._file is None or not self._file.exists():
-            return False
-        shared = Snapshot(**json.loads(self._file.read_text()))
-        if not shared.is_new(now):
-            return False
-        self._known = shared
-        return True
-
     async def _read_totals(self) -> None:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 totals = await self._read()
-            self._known = Snapshot(time.time(), time.monotonic() - begun, samples_of(totals, self._named))
-            if self._file is not None:
-                # Write another file and rename it, so that other processes read only complete files.
-                part = self._file.with_suffix(f".{os.getpid()}")
-                part.write_text(json.dumps(asdict(self._known)))
-                part.replace(self._file)
+            now = time.monotonic()
+            self._known = Snapshot(now, now - begun, samples_of(totals, self._named))
         except Exception as error:
             # Other metrics must be served despite any error, and the next reading may succeed.
             self._errors.inc()

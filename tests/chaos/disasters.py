@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,14 +19,12 @@ from tests.chaos.jobs import jobs
 from tests.support import ROOT
 from tests.support.databases import end_sessions
 from tests.support.disks import fill
-from tests.support.servers import SERVER_START_S, ServerProcess, is_alive
+from tests.support.servers import ServerProcess
 from tests.support.service import open_store
 
 CLIENTS = 4
 PATIENCE_S = 120.0
 LONGEST_PAUSE_S = 2.0
-WORKERS = ("--workers", "2")
-
 # Longer than any lease of a running trial: leases of trainings without heartbeats last an hour.
 HOURS_LATER = timedelta(hours=2)
 
@@ -48,14 +44,15 @@ class RunningClient:
 
 
 class Scene:
-    """A server with two workers, and its clients with `logs`; `struck` counts the victims of disasters.
+    """Two servers on one database, and their clients with `logs`; `struck` counts the victims of disasters.
 
     The database, which may be on a small `disk`, has the server's schema; `rng` chooses victims, and seeds the clients.
     """
 
     def __init__(self, database_url: str, directory: Path, rng: random.Random, disk: Path | None = None) -> None:
         self._disk = disk
-        self._server = ServerProcess(database_url, directory / "server.log")
+        self._database_url = database_url
+        self._servers = [ServerProcess(database_url, directory / f"server-{number}.log") for number in (1, 2)]
         self._directory = directory
         self._rng = rng
         self._clients: list[RunningClient] = []
@@ -64,15 +61,17 @@ class Scene:
         self.struck: Counter[str] = Counter()
 
     def start(self) -> None:
-        """Start the server and all clients."""
-        self._server.start(*WORKERS)
+        """Start the servers and all clients."""
+        for server in self._servers:
+            server.start()
         for _ in range(CLIENTS):
             self._start_client()
         self._wait_until_it_trains(self._clients[-1])
 
     def stop(self) -> None:
         """Kill everything at an arbitrary moment."""
-        self._kill_server()
+        for server in self._servers:
+            server.kill()
         while self._clients:
             self._kill_a_client()
 
@@ -88,17 +87,16 @@ class Scene:
 
     def disasters(self) -> list[Callable[[], None]]:
         """Return the possible disasters, frequent disasters several times."""
-        cut = [] if self._server.database_url.startswith("sqlite") else [self.cut_connections] * 2
+        cut = [] if self._database_url.startswith("sqlite") else [self.cut_connections] * 2
         leases = [self.expire_leases] * 2
         full = [] if self._disk is None else [self.fill_disk] * 3
         return [
             *[self.replace_client] * 3,
-            *[self.kill_worker] * 2,
-            *[self.pause_worker] * 2,
+            *[self.kill_server] * 2,
+            *[self.pause_server] * 2,
             *full,
             *leases,
             *cut,
-            self.kill_server,
             self.begin_new_jobs,
         ]
 
@@ -113,21 +111,21 @@ class Scene:
         self.replace_client()
         self._wait_until_it_trains(self._clients[-1])
 
-    def kill_worker(self) -> None:
-        """Kill a worker process of the server, which starts a new worker."""
-        # The last workers may just have been killed.
-        self._wait(lambda: self._workers() != [], "the server has no workers")
-        self.struck["worker"] += _kill(self._rng.choice(self._workers()))
+    def kill_server(self) -> None:
+        """Kill a server, and restart it at the same address."""
+        server = self._rng.choice(self._servers)
+        server.kill()
+        self.struck["server"] += 1
+        server.start()
 
-    def pause_worker(self) -> None:
-        """Pause a worker, perhaps in the middle of a transaction, and continue it before its parent replaces it."""
-        self._wait(lambda: self._workers() != [], "the server has no workers")
-        worker = self._rng.choice(self._workers())
-        with suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGSTOP)
-            self.struck["pause"] += 1
-            time.sleep(self._rng.uniform(0, LONGEST_PAUSE_S))
-            os.kill(worker, signal.SIGCONT)
+    def pause_server(self) -> None:
+        """Pause a server, perhaps in the middle of a transaction, and continue it."""
+        process = self._rng.choice(self._servers).process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        self.struck["pause"] += 1
+        time.sleep(self._rng.uniform(0, LONGEST_PAUSE_S))
+        process.send_signal(signal.SIGCONT)
 
     def fill_disk(self) -> None:
         """Fill the database's disk for a while, at first until the server has noticed."""
@@ -135,22 +133,15 @@ class Scene:
         ballast = fill(self._disk)
         time.sleep(self._rng.uniform(0, LONGEST_PAUSE_S))
         # The database can still use the space within its files.
-        said, log = "disk of its database is full", self._server.log
-        self._wait(lambda: said in log.read_text(), "the disk is not full for the server")
+        self._wait(lambda: "disk of its database is full" in self._said, "the disk is not full for any server")
         self.struck["disk"] += 1
         ballast.unlink()
 
-    def kill_server(self) -> None:
-        """Kill the server with its workers, and restart the server."""
-        self._kill_server()
-        self.struck["server"] += 1
-        self._server.start(*WORKERS)
-
     def expire_leases(self) -> None:
-        """Abandon all running trials, also of living clients, as an additional worker with a clock ahead would."""
+        """Abandon all running trials, also of living clients, as another server with a clock ahead would."""
 
         async def reap() -> int:
-            async with open_store(self._server.database_url) as store:
+            async with open_store(self._database_url) as store:
                 return await BatchSizeService(store, Commands(clock=lambda: datetime.now(UTC) + HOURS_LATER)).reap()
 
         def some_expire() -> bool:
@@ -161,20 +152,21 @@ class Scene:
         self._wait(some_expire, "no lease expires")
 
     def cut_connections(self) -> None:
-        """End one or more of the server's connections to its database, from the database's side."""
+        """End one or more of the servers' connections to their database, from the database's side."""
 
         def some(numbers: Sequence[int]) -> Sequence[int]:
             return self._rng.sample(numbers, self._rng.randint(min(1, len(numbers)), len(numbers)))
 
-        self.struck["connection"] += end_sessions(self._server.database_url, some)
+        self.struck["connection"] += end_sessions(self._database_url, some)
 
     @property
     def _acknowledgements(self) -> int:
         return sum(client.acknowledgements for client in self._clients)
 
-    def _workers(self) -> list[int]:
-        assert self._server.process is not None
-        return [child for child in _children(self._server.process.pid) if _is_worker(child)]
+    @property
+    def _said(self) -> str:
+        """Logs of both servers."""
+        return "\n".join(server.log.read_text() for server in self._servers)
 
     def _wait_until_it_trains(self, client: RunningClient) -> None:
         jobs_to_register = len(jobs(self._generation))
@@ -186,13 +178,13 @@ class Scene:
             self._check()
             if until():
                 return
-            assert time.monotonic() < deadline, f"{otherwise}: {self._server.log.read_text()}"
+            assert time.monotonic() < deadline, f"{otherwise}: {self._said}"
             time.sleep(0.02)
 
     def _check(self) -> None:
-        process = self._server.process
-        assert process is not None
-        assert process.poll() is None, f"the server ended of itself: {self._server.log.read_text()}"
+        for server in self._servers:
+            assert server.process is not None
+            assert server.process.poll() is None, f"a server ended of itself: {server.log.read_text()}"
         for client in self._clients:
             assert client.process.poll() is None, f"a client ended of itself: {client.errors.read_text()}"
 
@@ -200,7 +192,8 @@ class Scene:
         log = self._directory / f"client-{len(self.logs) + 1}.jsonl"
         log.touch()
         self.logs.append(log)
-        arguments = [self._server.url, str(log), str(self._rng.getrandbits(32)), str(self._generation)]
+        url = self._rng.choice(self._servers).url
+        arguments = [url, str(log), str(self._rng.getrandbits(32)), str(self._generation)]
         errors = log.with_suffix(".err")
         with errors.open("w") as output:
             process = subprocess.Popen(
@@ -209,46 +202,10 @@ class Scene:
         self._clients.append(RunningClient(process, log, errors))
 
     def _kill_a_client(self) -> None:
-        # A worker that is still starting would not notice.
+        # A client that is still starting would not notice.
         candidates = [client for client in self._clients if client.acknowledgements] or self._clients
         client = self._rng.choice(candidates)
         self._clients.remove(client)
         client.process.kill()
         client.process.wait()
         self.struck["client"] += 1
-
-    def _kill_server(self) -> None:
-        process = self._server.process
-        if process is None or process.poll() is not None:
-            return
-        # A paused parent starts no further worker during the search for its workers.
-        process.send_signal(signal.SIGSTOP)
-        children = _children(process.pid)
-        self._server.kill()
-        for child in children:
-            _kill(child)
-        # The workers hold the port that the next server needs.
-        deadline = time.monotonic() + SERVER_START_S
-        while any(map(is_alive, children)):
-            assert time.monotonic() < deadline, f"of {children} some do not end"
-            time.sleep(0.01)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _is_worker(pid: int) -> bool:
-    # The other child of a server with several workers manages shared memory.
-    with suppress(OSError):
-        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def _kill(pid: int) -> bool:
-    """End a process; return False if the process had ended by itself."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -34,7 +33,6 @@ from zeus_plugins.protocol import ALIVE, Origin, TrainingResult, TrialEnd, Trial
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.chaos,
-    pytest.mark.skipif(sys.platform != "linux", reason="worker processes are found by /proc"),
 ]
 
 CHAOS_S = float(os.environ.get("ZEUS_TEST_CHAOS_S", "5"))
@@ -45,7 +43,7 @@ LONGEST_PEACE = 40
 AFTER_ALL_LEASES = timedelta(days=2)
 # More trials than any of the jobs needs to explore each of its batch sizes.
 MANY_TRIALS = 20
-VICTIMS = {"client", "worker", "server", "lease", "pause"}
+VICTIMS = {"client", "server", "lease", "pause"}
 
 
 @pytest.mark.parametrize("database_url", [AIOSQLITE, POSTGRESQL, MYSQL], indirect=True, scope="module")

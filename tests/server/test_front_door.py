@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
@@ -27,7 +26,7 @@ from bso_server.app import create_app
 from bso_server.cli.serve import MOST_HEAD_BYTES, BoundedProtocol, connections_allowed
 from bso_server.settings import Settings
 from tests.support.jobs import job
-from tests.support.servers import ServerProcess, free_port, is_alive, serving, wait_until_up
+from tests.support.servers import ServerProcess, free_port, serving, wait_until_up
 from tests.support.tokens import bearer, make_token
 
 # --- Clients that attack a server: each uses the maximum of its memory and time ---------------------------------------
@@ -575,23 +574,6 @@ class TestProcesses:
                 # Shorter than the time limit of such a body, so that its timeout ends nothing here.
                 assert server.process.wait(timeout=Settings().read_timeout_s - 1) == -signal.SIGTERM
             other.execute("ROLLBACK")
-
-    @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL here")
-    async def test_workers_end_with_their_parent_process(self, tmp_path: Path) -> None:
-        server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
-        server.start("--workers", "2")
-        workers: list[int] = []
-
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                await until(lambda: server.log.read_text().count("Application startup complete") == 2)
-                workers.extend(map(int, re.findall(r"Started server process \[(\d+)\]", server.log.read_text())))
-                server.kill()
-                await until(lambda: not any(map(is_alive, workers)))
-        finally:
-            for worker in filter(is_alive, workers):
-                os.kill(worker, signal.SIGKILL)
-        socket.create_server(("127.0.0.1", server.port)).close()
 
     def test_idle_connections_do_not_use_up_the_file_descriptors(self, tmp_path: Path) -> None:
         with started(tmp_path, "sh", "-c", 'ulimit -n 128; exec "$@"', "sh") as (server, _):

@@ -297,8 +297,8 @@ class TestReading:
         for _ in range(5):
             assert value(await self.values(metrics), "energy_joules") == 5.0
         assert reads == 1
-        assert [Snapshot(1000.0, 1.0).is_new(now) for now in (999.0, 1014.0, 1015.0)] == [False, True, False]
-        assert [Snapshot(1000.0, 10.0).is_new(now) for now in (1089.0, 1090.0)] == [True, False]
+        assert [Snapshot(1000.0, 1.0, {}).is_new(now) for now in (1014.0, 1015.0)] == [True, False]
+        assert [Snapshot(1000.0, 10.0, {}).is_new(now) for now in (1089.0, 1090.0)] == [True, False]
 
     async def test_failed_reading_keeps_the_last_totals_and_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus, "PERIOD_S", 0.0)
@@ -352,21 +352,6 @@ class TestReading:
         metrics, errors = self.metrics(asyncio.Event().wait)
         assert await self.values(metrics) == {}
         await metrics.close()
-        assert value_of(errors) == 0
-
-    async def test_totals_are_shared_between_processes(self, tmp_path: Path) -> None:
-        async def read() -> dict[str, JobTotals]:
-            return {"job": totals_of_a_job(saved_energy_j=-2.0)}
-
-        async def never() -> dict[str, JobTotals]:
-            raise AssertionError
-
-        one, _ = self.metrics(read, directory=tmp_path)
-        other, errors = self.metrics(never, directory=tmp_path)
-        values = await self.values(one)
-        age = ("zeus_bso_totals_age_seconds", frozenset[tuple[str, str]]())
-        assert {**await self.values(other), age: 0} == {**values, age: 0}
-        assert value(values, "saved_energy_joules") == -2.0
         assert value_of(errors) == 0
 
     def test_number_of_jobs_exported_by_name_is_bounded(self) -> None:

@@ -96,7 +96,7 @@ def test_empty_file_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("argument", [False, True], ids=["file", "argument before a file"])
-def test_workers_use_the_database_of_the_parent(folder: Path, argument: bool) -> None:
+def test_argument_or_file_names_the_database(folder: Path, argument: bool) -> None:
     port, log = free_port(), folder / "log"
     url = held(folder / "url", f"sqlite:///{folder / 'of_file.sqlite3'}\n")
     environ = {**os.environ, "ZEUS_BSO_DATABASE_URL_FILE": "absent" if argument else url}

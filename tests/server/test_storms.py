@@ -1,4 +1,4 @@
-"""Many concurrent requests to two servers on one database of each kind; one server has two workers."""
+"""Many concurrent requests to two servers on one database of each kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.support.jobs import THREE_SIZES, job
-from tests.support.servers import ServerProcess, wait_for_workers
+from tests.support.servers import ServerProcess
 
 PATIENCE_S = 120.0
 
@@ -26,13 +26,12 @@ Call = tuple[str, str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def servers(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """URLs of a server with two workers and of a server with a single process."""
+    """URLs of two servers."""
     directory = tmp_path_factory.mktemp("servers")
     both = [ServerProcess(database_url, directory / f"server-{number}.log") for number in (1, 2)]
     try:
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda server, n: server.start("--migrate", "--workers", n), both, ("2", "1")))
-        wait_for_workers(both[0], 2)
+            list(pool.map(lambda server: server.start("--migrate"), both))
         yield [server.url for server in both]
     finally:
         for server in both:

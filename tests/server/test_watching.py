@@ -1,4 +1,4 @@
-"""Request ids, the JSON log, and counters shared by several processes."""
+"""Request ids, the JSON log and the counters of a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from bso_server.metrics.requests import REQUEST_ID, JsonFormatter, RequestWatch,
 from tests.support import ROOT
 from tests.support.databases import POSTGRESQL, empty_database
 from tests.support.jobs import job
-from tests.support.servers import ServerProcess, serving, wait_for_workers
+from tests.support.servers import serving
 from tests.support.tokens import RESULT, bearer
-from tests.support.watching import value, values_in, watched
+from tests.support.watching import Values, value, values_in, watched
 from tests.support.wire import begin, report
 
 TOKEN = f"zbso_0123abcd_{'s' * 43}"
@@ -130,16 +129,8 @@ def lines_of(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def connection_each(url: str, requests: int, path: str) -> list[httpx.Response]:
-    """Return answers over a new connection each, so that every process of the server gives some of them."""
-    with httpx.Client(base_url=url, headers={"Connection": "close"}) as http:
-        answers = [http.get(path) for _ in range(requests)]
-    assert {answer.status_code for answer in answers} == {200}
-    return answers
-
-
-def wait_until_counted(url: str) -> None:
-    """Wait for the counters, because a request is counted after its answer and totals appear in a later scrape."""
+def wait_until_counted(url: str) -> Values:
+    """Return the metrics once all requests are counted: a request is counted after its answer, totals appear later."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         values = values_in(httpx.get(f"{url}/metrics").text)
@@ -147,58 +138,40 @@ def wait_until_counted(url: str) -> None:
         if "zeus_bso_jobs" in known and "zeus_bso_http_request_duration_seconds_count" in known:
             counted = value(values, "http_request_duration_seconds_count", route="/version")
             if counted == REQUESTS:
-                return
+                return values
         assert time.monotonic() < deadline, values
         time.sleep(0.05)
 
 
-def places_of(server: ServerProcess) -> list[Path]:
-    assert server.process is not None
-    return list(Path(tempfile.gettempdir()).glob(f"zeus-bso-metrics-{server.process.pid}-*"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", POSTGRESQL])
-def test_two_processes_share_counters_and_log_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    settings = {"LOG_FORMAT": "json", "LOG_LEVEL": "DEBUG", "METRICS_JOBS": "*"}
-    # A foreign directory must stay untouched.
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "other"))
-    for name, text in settings.items():
+def test_server_counts_and_logs_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    for name, text in {"LOG_FORMAT": "json", "LOG_LEVEL": "DEBUG", "METRICS_JOBS": "*"}.items():
         monkeypatch.setenv(f"ZEUS_BSO_{name}", text)
-    with empty_database(kind, tmp_path) as url:
-        with serving(url, tmp_path, "--workers", "2", "--migrate") as server:
-            wait_for_workers(server, 2)
-            with httpx.Client(base_url=server.url) as http:
-                job_id = http.post("/jobs", json=job()).json()["job_id"]
-                trial = begin(http, job_id)
-                secret = {**RESULT, "metric": 0.1234567}
-                assert report(http, trial, **secret).status_code == 200
-                http.get("/api/jobs", headers={**bearer(TOKEN), "X-Request-Id": "req-1"})
-                http.post("/report", content=b'{"secret body": nonsense')
-            connection_each(server.url, REQUESTS, "/version")
-            wait_until_counted(server.url)
-            told = [values_in(answer.text) for answer in connection_each(server.url, REQUESTS, "/metrics")]
-            (directory,) = places_of(server)
-            processes = {file.stem.rpartition("_")[2] for file in directory.glob("histogram_*.db")}
-            assert len(processes) == 2
-            server.stop()
-        for values in told:
-            assert value(values, "http_request_duration_seconds_count", route="/version") == REQUESTS
-            assert value(values, "trials_ended_total") == 0
-            assert value(values, "suggestions_total") == value(values, "jobs") == value(values, "trials") == 1
-            assert value(values, "energy_joules") == value(values, "job_energy_joules", job_id=job_id) == 1
-            assert value(values, "auth_failures_total", reason="bad_token") == 1
-            assert value(values, "build_info") == 1
-        assert told[-1].keys() >= told[0].keys()
-        assert not directory.exists()
-        assert not (tmp_path / "other").exists()
-        lines = lines_of(server.log)
-        assert any("registered" in line["message"] and "request_id" in line for line in lines)
-        assert [line["request_id"] for line in lines if "refused with 401" in line["message"]] == ["req-1"]
-        text = server.log.read_text()
-        assert "s" * 43 not in text
-        assert "1234567" not in text
-        assert "secret body" not in text
+    with empty_database(kind, tmp_path) as url, serving(url, tmp_path, "--migrate") as server:
+        with httpx.Client(base_url=server.url) as http:
+            job_id = http.post("/jobs", json=job()).json()["job_id"]
+            trial = begin(http, job_id)
+            secret = {**RESULT, "metric": 0.1234567}
+            assert report(http, trial, **secret).status_code == 200
+            http.get("/api/jobs", headers={**bearer(TOKEN), "X-Request-Id": "req-1"})
+            http.post("/report", content=b'{"secret body": nonsense')
+            for _ in range(REQUESTS):
+                http.get("/version").raise_for_status()
+        values = wait_until_counted(server.url)
+        server.stop()
+    assert value(values, "trials_ended_total") == 0
+    assert value(values, "suggestions_total") == value(values, "jobs") == value(values, "trials") == 1
+    assert value(values, "energy_joules") == value(values, "job_energy_joules", job_id=job_id) == 1
+    assert value(values, "auth_failures_total", reason="bad_token") == 1
+    assert value(values, "build_info") == 1
+    lines = lines_of(server.log)
+    assert any("registered" in line["message"] and "request_id" in line for line in lines)
+    assert [line["request_id"] for line in lines if "refused with 401" in line["message"]] == ["req-1"]
+    text = server.log.read_text()
+    assert "s" * 43 not in text
+    assert "1234567" not in text
+    assert "secret body" not in text
 
 
 def test_detail_of_a_trial_cannot_forge_a_log_line(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class ServerProcess:
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """End the process with SIGTERM, which a parent of several workers forwards."""
+        """End the process with SIGTERM."""
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
@@ -114,14 +114,6 @@ def is_alive(pid: int) -> bool:
         return not status.exists() or "\nState:\tZ" not in status.read_text()
     except (ProcessLookupError, FileNotFoundError):
         return False
-
-
-def wait_for_workers(server: ServerProcess, number: int) -> None:
-    """Wait until `number` processes of a server accept requests; `ServerProcess.start` waits for the first."""
-    deadline = time.monotonic() + SERVER_START_S
-    while server.log.read_text().count("Application startup complete") < number:
-        assert time.monotonic() < deadline, server.log.read_text()
-        time.sleep(0.05)
 
 
 def bso_server(*arguments: str) -> subprocess.CompletedProcess[str]:
