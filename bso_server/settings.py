@@ -29,6 +29,7 @@ _LEASES = LeasePolicy()
 # Fields of earlier versions, each with what to do instead.
 _REMOVED = {
     "echo_sql": "log_statement of PostgreSQL, or general_log of MariaDB, logs the statements",
+    "pue": "multiply ZEUS_BSO_PRICE_PER_KWH and ZEUS_BSO_CARBON_G_PER_KWH by it",
     "rate_limit_per_minute": "limit the requests of an address in the proxy, such as by limit_req of nginx",
     "sso_admins": "single sign-on is for reading the pages; bso-server token makes and revokes tokens",
     "tracing": "docs/metrics.md shows how to trace the server with OpenTelemetry's middleware",
@@ -71,7 +72,6 @@ class Settings(BaseSettings):
         price_per_kwh: Price of a kilowatt-hour for the dashboard; None: it shows no money.
         currency: Currency of the price, such as ``EUR``.
         carbon_g_per_kwh: Grams of CO2 equivalent per kilowatt-hour; None: the dashboard shows none.
-        pue: PUE of the data centre, by which money and CO2 are multiplied.
         metrics: Access to the metrics: callers with the right to read jobs (``token``), everyone (``open``), no one
             (``off``).
         metrics_jobs: Pattern of the ids of jobs with metrics of their own, such as ``nightly-*``; None: no job.
@@ -108,7 +108,6 @@ class Settings(BaseSettings):
     price_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = None
     currency: Annotated[str, Field(max_length=10)] | None = None
     carbon_g_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    pue: Annotated[float, Field(ge=1, le=100)] = 1.0
     metrics: Literal["token", "open", "off"] = "token"
     metrics_jobs: Annotated[str, Field(min_length=1, max_length=255)] | None = None
 

@@ -7,6 +7,7 @@ Importing this package loads no deep-learning framework; the callbacks are in `z
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from zeus_plugins.errors import (
@@ -21,6 +22,9 @@ from zeus_plugins.errors import (
 )
 from zeus_plugins.protocol import JobSpec
 from zeus_plugins.protocol import printable as _printable
+
+if sys.platform == "win32":
+    raise ImportError("zeus-plugins runs on Linux and macOS; on Windows, use WSL")
 
 if TYPE_CHECKING:
     from zeus_plugins.optimizer import BatchSizeOptimizer

@@ -80,7 +80,6 @@ STATE_DIRECTORY = Variable(
     "`zeus-plugins` in the user's state directory",
 )
 XDG_STATE_HOME = Variable("XDG_STATE_HOME", "the user's state directory, on Linux", "`~/.local/state`")
-LOCALAPPDATA = Variable("LOCALAPPDATA", "the user's state directory, on Windows", "`~/AppData/Local`")
 SUMMARY_FILE = Variable(
     "ZEUS_SUMMARY_FILE", "a file that is no longer written: `callback.summary` has the outcome of the run"
 )
@@ -125,10 +124,7 @@ PRICE_PER_KWH = Variable(
 CO2_G_PER_KWH = Variable(
     "ZEUS_CO2_G_PER_KWH", "the CO2 that the grid emits for a kilowatt-hour, or a CSV file by time", unit="g per kWh"
 )
-PUE = Variable("ZEUS_PUE", "the PUE of the data centre, by which money and CO2 are multiplied", "1")
-HOST_OVERHEAD_W = Variable(
-    "ZEUS_HOST_OVERHEAD_W", "the power of the unmeasured rest of the machine, for money and CO2", "0", "watts"
-)
+PUE = Variable("ZEUS_PUE", "a factor that is no longer read: multiply the price and the CO2 by it")
 EMISSIONS_FILE = Variable(
     "ZEUS_EMISSIONS_FILE", "a file that is no longer written: trackers get `zeus/energy_j` and `zeus/co2_g`"
 )

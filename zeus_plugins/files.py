@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import sys
@@ -15,11 +16,11 @@ from typing import IO
 
 from zeus_plugins import environment
 
-# Errors of flock and of Windows for a lock that another process holds; other errors are the file system's.
-_LOCKED_BY_ANOTHER = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK})
+# Errors of flock for a lock that another process holds; other errors are the file system's.
+_LOCKED_BY_ANOTHER = frozenset({errno.EWOULDBLOCK, errno.EAGAIN})
 
-# Without O_NONBLOCK, opening a FIFO would wait for its other end. Windows lacks the first two, Linux the last.
-_CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+# Without O_NONBLOCK, opening a FIFO would wait for its other end.
+_CAREFUL = os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class FileBusyError(Exception):
@@ -39,11 +40,8 @@ def state_directory(environ: Mapping[str, str] | None = None) -> Path:
         home = Path.home()
     except RuntimeError:  # a container's user without a name and a HOME: use the directory for temporary files
         home = Path(tempfile.gettempdir())
-        if sys.platform != "win32":
-            return Path(environment.XDG_STATE_HOME.text(environ) or home / f"user-{os.geteuid()}") / "zeus-plugins"
-    if sys.platform == "win32":
-        base = Path(environment.LOCALAPPDATA.text(environ) or home / "AppData" / "Local")
-    elif sys.platform == "darwin":
+        return Path(environment.XDG_STATE_HOME.text(environ) or home / f"user-{os.geteuid()}") / "zeus-plugins"
+    if sys.platform == "darwin":
         base = home / "Library" / "Application Support"
     else:
         base = Path(environment.XDG_STATE_HOME.text(environ) or home / ".local" / "state")
@@ -55,8 +53,6 @@ def make_private(directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
-    if sys.platform == "win32":
-        return
     for there in (directory.lstat(), directory.stat()):
         if there.st_uid != os.geteuid():
             raise PermissionError(
@@ -73,8 +69,7 @@ def open_own(path: Path, *, create: bool = False) -> IO[bytes]:
         raise ForeignFileError(f"{path} is not a regular file")
     descriptor = os.open(path, os.O_RDWR | _CAREFUL | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
     opened = os.fstat(descriptor)
-    is_own = sys.platform == "win32" or opened.st_uid == os.geteuid()
-    if not (stat.S_ISREG(opened.st_mode) and is_own):
+    if not (stat.S_ISREG(opened.st_mode) and opened.st_uid == os.geteuid()):
         os.close(descriptor)
         raise ForeignFileError(f"{path} is not a regular file of this user")
     return os.fdopen(descriptor, "r+b", buffering=0)
@@ -88,7 +83,7 @@ def open_locked(path: Path, *, create: bool = False) -> IO[bytes]:
         except FileExistsError as error:
             raise FileBusyError(f"another process has made {path}") from error
         try:
-            _lock(file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.close()
             if error.errno in _LOCKED_BY_ANOTHER:
@@ -105,7 +100,7 @@ def open_locked(path: Path, *, create: bool = False) -> IO[bytes]:
 
 def close(file: IO[bytes]) -> None:
     """Unlock and close a file: without the unlock, forked children would keep the lock."""
-    _unlock(file)
+    fcntl.flock(file, fcntl.LOCK_UN)
     file.close()
 
 
@@ -120,33 +115,10 @@ def set_aside(path: Path, suffix: str) -> Path:
     return aside
 
 
-if sys.platform == "win32":
-    import msvcrt
-
-    def _lock(file: IO[bytes]) -> None:
-        file.seek(0)
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-
-    def _unlock(file: IO[bytes]) -> None:
-        file.seek(0)
-        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
-
-    def sync_directory(directory: Path) -> None:
-        """Synchronize a directory's entries to the disk."""
-
-else:
-    import fcntl
-
-    def _lock(file: IO[bytes]) -> None:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _unlock(file: IO[bytes]) -> None:
-        fcntl.flock(file, fcntl.LOCK_UN)
-
-    def sync_directory(directory: Path) -> None:
-        """Put the names of a directory's files on the disk."""
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def sync_directory(directory: Path) -> None:
+    """Put the names of a directory's files on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

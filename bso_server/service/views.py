@@ -109,13 +109,11 @@ class Tariff(WireMessage):
         price_per_kwh: In `currency`; None hides all amounts of money.
         currency: Name or sign.
         carbon_g_per_kwh: Grams of CO2 equivalent; None hides all amounts of carbon.
-        pue: PUE of the data centre, a factor on both.
     """
 
     price_per_kwh: float | None = None
     currency: str | None = None
     carbon_g_per_kwh: float | None = None
-    pue: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import random
 import re
 import sqlite3
-import sys
 import tempfile
 import threading
 import time
@@ -38,9 +38,6 @@ from bso_server.storage.faults import (
     no_answer,
 )
 from bso_server.storage.transaction import Transaction
-
-if sys.platform != "win32":
-    import fcntl
 
 # Seconds that a statement waits for another process's transaction before the store retries.
 _BUSY_TIMEOUT_S = 1
@@ -197,7 +194,7 @@ def _turn(directory: str, deadline: Deadline) -> Iterator[None]:
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:  # on Windows, or without the permission
+    except OSError:  # without the permission
         yield
         return
     limit = Deadline(min(_TURN_S, deadline.left_s / 2))

@@ -291,12 +291,12 @@ def rates(tariff: Tariff) -> dict[str, Callable[[float], str]]:
     """Return formats of an energy (J) as money and as carbon, by their names, as far as the settings define them."""
     found: dict[str, Callable[[float], str]] = {}
     if tariff.price_per_kwh is not None and tariff.currency:
-        per_j = tariff.price_per_kwh * tariff.pue / 3.6e6
+        per_j = tariff.price_per_kwh / 3.6e6
         found["Money"] = lambda energy_j: f"{energy_j * per_j:,.2f}{units.SPACE}{tariff.currency}".replace(
             "-", units.MINUS
         )
     if tariff.carbon_g_per_kwh is not None:
-        carbon_per_j = tariff.carbon_g_per_kwh * tariff.pue / 3.6e6
+        carbon_per_j = tariff.carbon_g_per_kwh / 3.6e6
         found["CO₂"] = lambda energy_j: f"{units.mass(energy_j * carbon_per_j)} CO₂"
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from zeus_plugins.client.delivery import deliver_waiting
 from zeus_plugins.client.outbox import Item, Outbox, OutboxFile, OutboxFileError
 from zeus_plugins.files import state_directory
 from zeus_plugins.protocol import Ending, TrialState
-
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has neither links nor modes like these")
 
 FIVE: tuple[Item, ...] = (*(evaluation(epoch) for epoch in (1, 2, 3, 4)), Ending(outcome=TrialState.SUSPENDED))
 

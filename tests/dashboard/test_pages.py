@@ -341,12 +341,12 @@ class TestWords:
             text = (await http.get(f"/ui/jobs/{JOB}")).text
             assert "EUR" not in text
             assert "CO₂" not in text
-        rates = {"price_per_kwh": 1000, "currency": "EUR", "carbon_g_per_kwh": 300, "pue": 1.5}
+        rates = {"price_per_kwh": 1000, "currency": "EUR", "carbon_g_per_kwh": 300}
         prices = Settings(database_url=dashboard_database, **rates)
         async with in_app(prices) as http:
             page = Page((await http.get(f"/ui/jobs/{SETTLED}")).text)
             saved = (await http.get(f"/ui/jobs/{SETTLED}.json")).json()["view"]["savings"]["energy_j"]["saved"]
-            assert f"{saved / 3.6e6 * 1000 * 1.5:,.2f} EUR" in page.text
+            assert f"{saved / 3.6e6 * 1000:,.2f} EUR" in page.text
             assert re.search(r"\d+ g CO₂", page.text)
 
     async def test_empty_server_explains_first_steps(self, new_http: httpx.AsyncClient) -> None:

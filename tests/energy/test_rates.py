@@ -1,4 +1,4 @@
-"""Money and CO2 by numbers and by tables, and the block of a model card."""
+"""Money and CO2 by numbers and by tables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.support.reporting import warnings_in
 from zeus_plugins.energy.rates import Rates
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.training.trial import TrialInfo
 
 KWH = 3.6e6
 
@@ -37,11 +35,6 @@ def test_money_and_co2_follow_the_stated_rates() -> None:
     rates = Rates({"ZEUS_PRICE_PER_KWH": "0.30", "ZEUS_CO2_G_PER_KWH": "380"})
     assert rates.of(2 * KWH, 10.0) == {"money": pytest.approx(0.6), "co2_g": pytest.approx(760.0)}
     assert Rates({}).of(2 * KWH, 10.0) == {}
-
-
-def test_host_overhead_is_added_and_pue_multiplied() -> None:
-    environ = {"ZEUS_PRICE_PER_KWH": "0.5", "ZEUS_PUE": "1.2", "ZEUS_HOST_OVERHEAD_W": "500"}
-    assert Rates(environ).of(KWH, 3600.0) == {"money": pytest.approx(1.5 * 1.2 * 0.5)}
 
 
 def test_rate_of_a_window_is_the_mean_of_its_rows_by_time(tmp_path: Path) -> None:
@@ -78,7 +71,7 @@ def test_last_rate_continues_after_the_table_with_one_warning(tmp_path: Path, ca
     ("environ", "text", "problem"),
     [
         ({"ZEUS_PRICE_PER_KWH": "cheap"}, None, "ZEUS_PRICE_PER_KWH is 'cheap'"),
-        ({"ZEUS_PUE": "0.5"}, None, "ZEUS_PUE is 0.5: a PUE is at least 1"),
+        ({"ZEUS_PUE": "1.2"}, None, "ZEUS_PUE is no longer read: multiply ZEUS_PRICE_PER_KWH and"),
         ({"ZEUS_PRICE_PER_KWH": "absent.csv"}, None, r"ZEUS_PRICE_PER_KWH=absent.csv cannot be read: .*No such file"),
         ({}, "", "needs the column 'time' and a column that begins with 'price': its first line names none"),
         ({}, "date,price\n2026-11-25,1\n", "needs the column 'time' .* names 'date', 'price'"),
@@ -99,21 +92,3 @@ def test_rate_that_cannot_be_used_is_an_error_at_start(
         environ = {"ZEUS_PRICE_PER_KWH": table(tmp_path, text)}
     with pytest.raises(ZeusBSOConfigError, match=problem):
         Rates(environ, at(10))
-
-
-TRIAL = TrialInfo(job_id="a", batch_size=8, trial_number=1, time_s=60.0, energy_j=3_600_000.0, energy_source='nvml "x"')
-
-
-def test_model_card_has_the_grams_of_the_run_at_the_stated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEUS_CO2_G_PER_KWH", "400")
-    block = yaml.safe_load(TRIAL.model_card())["co2_eq_emissions"]
-    assert block == {
-        "emissions": 400,
-        "source": 'zeus-plugins: 1 kWh (nvml "x") at a stated rate (ZEUS_CO2_G_PER_KWH)',
-    }
-
-
-def test_model_card_without_a_rate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ZEUS_CO2_G_PER_KWH", raising=False)
-    with pytest.raises(ZeusBSOConfigError, match="set ZEUS_CO2_G_PER_KWH to its grams"):
-        TRIAL.model_card()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +38,7 @@ def train(bench: FrameworkBench, monitor: EnergyMonitor, **options: Any) -> tupl
     return training, trial
 
 
-@pytest.mark.skipif(sys.platform == "win32" or not hasattr(os, "fork"), reason="loads data in forked processes")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="loads data in forked processes")
 @pytest.mark.filterwarnings("ignore:.*This process.*is multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize(
     "stay",

@@ -283,7 +283,6 @@ async def test_sqlite_uses_durable_settings(sqlite_url: str) -> None:
             assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 1_000}
 
 
-@pytest.mark.skipif(os.name == "nt", reason="rights of files are POSIX's")
 async def test_sqlite_file_is_private_to_the_owner(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:

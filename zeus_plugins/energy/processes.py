@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import sys
 import time
 from collections.abc import Collection
@@ -11,11 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from zeus_plugins.environment import LOCAL_WORLD_SIZE
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 PROC = Path("/proc")
 
@@ -28,7 +24,7 @@ _PARENT, _TIMES = 1, slice(11, 15)
 
 def reports_cpu_time(others: Collection[int] = (), proc: Path = PROC) -> bool:
     """Return whether the system reports the CPU time of this process, its children and the processes `others`."""
-    return resource is not None and (_shows_all(proc) or not {*others} - {os.getpid()})
+    return _shows_all(proc) or not {*others} - {os.getpid()}
 
 
 def cpu_time_s(others: Collection[int] = (), proc: Path = PROC) -> float | None:
@@ -36,7 +32,7 @@ def cpu_time_s(others: Collection[int] = (), proc: Path = PROC) -> float | None:
 
     Systems other than Linux report a child only after it has ended, such as a data loader's worker after an epoch.
     """
-    if resource is None or not reports_cpu_time(others, proc):
+    if not reports_cpu_time(others, proc):
         return None
     own = os.getpid()
     # Read living children first: a child that ends between the two readings is counted twice for a moment, not missed.

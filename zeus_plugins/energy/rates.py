@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import time
 from bisect import bisect_right
@@ -13,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from zeus_plugins.energy.monitor import warn_once
-from zeus_plugins.environment import CO2_G_PER_KWH, EMISSIONS_FILE, HOST_OVERHEAD_W, PRICE_PER_KWH, PUE, Variable
+from zeus_plugins.environment import CO2_G_PER_KWH, EMISSIONS_FILE, PRICE_PER_KWH, PUE, Variable
 from zeus_plugins.errors import ZeusBSOConfigError
 
 JOULES_PER_KWH = 3_600_000
@@ -23,9 +22,7 @@ _COLUMNS = {"money": "price", "co2_g": "co2"}
 
 
 class Rates:
-    """The stated price, CO2 intensity, PUE and host overhead.
-
-    The amounts are ``(energy + host overhead × time) × PUE × rate``. Of a table, the rate is its mean over the time.
+    """The stated price and CO2 intensity of energy. Of a table, the rate is its mean over the time.
 
     Args:
         environ: Environment variables. None: the process's.
@@ -37,14 +34,12 @@ class Rates:
 
     def __init__(self, environ: Mapping[str, str] | None = None, now_s: float | None = None) -> None:
         now_s = time.time() if now_s is None else now_s
-        self._pue = PUE.number(environ, is_positive=True) or 1.0
-        if self._pue < 1:
-            raise ZeusBSOConfigError(f"the environment variable {PUE} is {self._pue:g}: a PUE is at least 1")
+        if PUE.text(environ):
+            raise ZeusBSOConfigError(f"{PUE} is no longer read: multiply {PRICE_PER_KWH} and {CO2_G_PER_KWH} by it")
         if EMISSIONS_FILE.text(environ):
             raise ZeusBSOConfigError(
                 f"{EMISSIONS_FILE} is no longer written: unset it; trackers get zeus/energy_j and zeus/co2_g"
             )
-        self._host_w = HOST_OVERHEAD_W.number(environ, is_positive=True) or 0.0
         self._rates: dict[str, float | RateTable] = {}
         for name, variable in {"money": PRICE_PER_KWH, "co2_g": CO2_G_PER_KWH}.items():
             text = variable.text(environ) or ""
@@ -56,7 +51,7 @@ class Rates:
     def of(self, energy_j: float, time_s: float, ended_s: float | None = None) -> dict[str, float]:
         """Return ``money`` and ``co2_g`` (grams), as far as stated, of a window that ended at `ended_s` (None: now)."""
         ended_s = time.time() if ended_s is None else ended_s
-        kwh = (energy_j + self._host_w * time_s) * self._pue / JOULES_PER_KWH
+        kwh = energy_j / JOULES_PER_KWH
         return {
             name: kwh * (rate.mean(ended_s - time_s, ended_s) if isinstance(rate, RateTable) else rate)
             for name, rate in self._rates.items()
@@ -122,18 +117,3 @@ class RateTable:
             except (TypeError, ValueError) as error:
                 raise ZeusBSOConfigError(f"{self._place}, line {reader.line_num}: {error}") from error
             yield (begun if begun.tzinfo else begun.replace(tzinfo=UTC)).timestamp(), rate
-
-
-def model_card_block(time_s: float, energy_j: float, source: str) -> str:
-    """Return the block ``co2_eq_emissions`` of a Hugging Face model card as YAML, in grams of CO2.
-
-    The rate of `ZEUS_CO2_G_PER_KWH` applies to the `time_s` seconds until now.
-
-    Raises:
-        ZeusBSOConfigError: No rate is stated, or it is invalid.
-    """
-    co2_g = Rates().of(energy_j, time_s).get("co2_g")
-    if co2_g is None:
-        raise ZeusBSOConfigError(f"the CO2 of a kilowatt-hour is unknown: set {CO2_G_PER_KWH} to its grams")
-    text = f"zeus-plugins: {energy_j / JOULES_PER_KWH:.4g} kWh ({source}) at a stated rate ({CO2_G_PER_KWH})"
-    return f"co2_eq_emissions:\n  emissions: {co2_g:.6g}\n  source: {json.dumps(text)}\n"

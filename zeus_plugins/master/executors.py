@@ -7,6 +7,7 @@ master recognises that a killed master's run is still running, and waits for the
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import signal
@@ -58,7 +59,7 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """An `Executor` of processes on this machine. Needs a POSIX system.
+    """An `Executor` of processes on this machine.
 
     Each command leads a process group of its own, so that Ctrl-C at the terminal reaches only the master, which then
     ends the command. When a command ends, the executor kills the rest of its group.
@@ -68,8 +69,6 @@ class LocalExecutor:
     """
 
     def __init__(self, *, grace_s: float = 10.0) -> None:
-        if os.name != "posix":
-            raise ZeusBSOConfigError("a master runs its commands on POSIX systems only: use WSL")
         self._grace_s = grace_s
 
     def run(self, launch: Launch, show: Show) -> int:
@@ -209,8 +208,6 @@ def lock_file(path: Path) -> Iterator[int]:
 
 def try_lock(descriptor: int) -> bool:
     """Lock a file for this process and its heirs of the descriptor; return False if another process holds the lock."""
-    import fcntl
-
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,7 +11,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from zeus_plugins.energy import Measurement
 from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH
-from zeus_plugins.energy.rates import model_card_block
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
 from zeus_plugins.protocol import (
     BatchSize,
@@ -172,14 +171,6 @@ class TrialInfo(WireMessage):
     def __str__(self) -> str:
         cost = "" if self.cost_j is None else f", a cost of {self.cost_j:.4g} J"
         return f"{self.outcome}. Batch size {self.batch_size} took {self.spent}{cost}"
-
-    def model_card(self) -> str:
-        """Return the block ``co2_eq_emissions`` of a Hugging Face model card, as YAML; call it after the training.
-
-        Raises:
-            ZeusBSOConfigError: `ZEUS_CO2_G_PER_KWH` states no valid rate.
-        """
-        return model_card_block(self.time_s, self.energy_j, self.energy_source or "not measured")
 
     def plus(self, measured: Measurement, waited_s: float | None = None) -> Self:
         """Return the trial with one more window; raise `ZeusBSOBadOperationError` for numbers that cannot be.
