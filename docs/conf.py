@@ -7,6 +7,7 @@ from typing import Any
 
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
 
 project = "zeus-plugins"
@@ -45,6 +46,9 @@ autodoc_member_order = "bysource"
 autoclass_content = "both"  # the constructors describe the arguments, and callbacks inherit them
 
 
+# Pages for maintainers, and the long list of changes, would hide users' pages among the results of a search.
+UNSEARCHED = ("architecture", "internals", "matrix", "policy-figures", "policy-custom", "benchmarks", "changelog")
+
 LOADED = re.compile(
     r"""<(?:script|link|img|iframe|source|video|audio|embed|object)\b[^>]*?\b(?:src|srcset|href|data)=["'](?:https?:)?//[^>]*>"""
     r"""|(?:url\(|@import\s)\s*["']?(?:https?:)?//[^)"';]*"""
@@ -61,8 +65,15 @@ def check_that_nothing_is_loaded_from_elsewhere(app: Sphinx, error: Exception | 
         raise ExtensionError("the site must open without a network, and loads " + "; ".join(sorted(set(found))))
 
 
+def leave_out_of_search(_: Sphinx, environment: BuildEnvironment) -> None:
+    """Mark the pages that the search leaves out."""
+    for page in UNSEARCHED:
+        environment.metadata[page]["no-search"] = ""
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Show Mermaid diagrams as text: the script that draws them would have to be loaded from the network."""
     app.add_lexer("mermaid", TextLexer)
+    app.connect("env-updated", leave_out_of_search)
     app.connect("build-finished", check_that_nothing_is_loaded_from_elsewhere)
     return {"parallel_read_safe": True}
