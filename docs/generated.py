@@ -17,10 +17,11 @@ from bso_server.api.openapi import completed
 from bso_server.app import create_app
 from bso_server.settings import Settings, variable_of
 from zeus_plugins import cli as client_cli
-from zeus_plugins import protocol
 
 DOCS = Path(__file__).parent
 PARSERS = {"bso-server": server_cli._parser, "zeus-plugins": client_cli._parser}
+COMMON = 5
+"""Number of commands from which an option with one text is described once for all of them."""
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 Schema = Mapping[str, Any]
@@ -136,12 +137,26 @@ def commands_page() -> str:
     for program, make in PARSERS.items():
         parser = make()
         short = helps(parser)
+        commands = {leaf: list(options_of(leaf)) for leaf in leaves(parser)}
+        takers: dict[tuple[str, str], list[str]] = {}
+        for leaf, options in commands.items():
+            for option in options:
+                takers.setdefault(option, []).append(f"`{leaf.prog.removeprefix(program).strip()}`")
+        common = {one: by for one, by in takers.items() if len(by) >= COMMON and one[0].startswith("`-")}
         parts.append(f"## `{program}`\n\n{parser.description} `{program} --version` prints the version.")
-        for leaf in leaves(parser):
+        if common:
+            rows = (
+                (name, "all" if len(by) == len(commands) else ", ".join(by), text)
+                for (name, text), by in common.items()
+            )
+            parts.append(table(("option of several commands", "commands", "meaning"), rows))
+        for leaf, options in commands.items():
             said = leaf.description or short[leaf.prog]
             text = " ".join((said[0].upper() + said[1:]).split()).removesuffix(".") + "."
-            arguments = table(("argument", "meaning"), options_of(leaf)) if any(options_of(leaf)) else "No arguments."
-            parts.append(f"### `{leaf.prog}`\n\n{text}\n\n{arguments}")
+            unexplained = [name.strip("`") for name, meaning in options if not meaning]
+            parts.append(f"### {' '.join([f'`{leaf.prog}`', *unexplained])}\n\n{text}")
+            if own := [option for option in options if option[1] and option not in common]:
+                parts.append(table(("argument", "meaning"), own))
     return (
         "# Commands\n\nEach command prints its part of this page with `--help`. "
         "[reference.md](reference.md#exit-statuses) lists the exit statuses.\n\n" + "\n\n".join(parts) + "\n"
@@ -152,57 +167,41 @@ def commands_page() -> str:
 
 
 def routes_page() -> str:
-    """Return the page of routes, with parameters, answers and messages from the OpenAPI document."""
+    """Return the page of routes, from the OpenAPI document."""
     app = create_app(Settings(_env_file=None, database_url="sqlite:///bso.sqlite3"))
     document = completed(app.openapi_schema.to_schema())
     needs = {(method, path): need for path, method, need in scopes(app)}
-    parts, rows, errors = [], [], {}
+    rows, errors = [], {}
     for path, operations in document["paths"].items():
         for verb, operation in operations.items():
             method = verb.upper()
-            title = f"{method} {path}"
-            anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-            rows.append((f"[`{title}`](#{anchor})", operation["summary"], needs[method, path]))
-            parts.append(f"### `{title}`\n\n{route(operation, needs[method, path], errors)}")
-    hidden = sorted(
-        (f"`{method} {path}`", need) for (method, path), need in needs.items() if path not in document["paths"]
-    )
-    schemas = {name: schema for name, schema in document["components"]["schemas"].items() if "properties" in schema}
-    kinds = {name: schema for name, schema in document["components"]["schemas"].items() if "enum" in schema}
-    messages = "\n\n".join(f"### {name}\n\n{message(name, schema)}" for name, schema in sorted(schemas.items()))
-    choices = "\n\n".join(f"### {name}\n\n{values(schema)}." for name, schema in sorted(kinds.items()))
+            rows.append((f"`{method} {path}`", needs[method, path], operation["description"]))
+            errors |= {
+                status: answer["description"]
+                for status, answer in operation["responses"].items()
+                if not status.startswith("2")
+            }
     return f"""# Routes of the server
 
-The server describes itself at `GET /schema/openapi.json` (OpenAPI {document["openapi"]}); this page is made of that.
-A [token](tokens.md) must have the scope of the route; each scope holds the scopes before it: `read`, `report`, `admin`.
-Fields that a route does not know are ignored; NaN and infinities are refused. The five routes of Zeus 0.16 are those
-of `/jobs`, `/jobs/batch_size`, `/report` and `PATCH /trials`.
+The server describes its routes, parameters and messages as OpenAPI {document["openapi"]}, for example for a viewer:
 
-{table(("route", "does", "scope"), rows)}
+```sh
+curl -H "Authorization: Bearer $ZEUS_BSO_TOKEN" http://bso.example:8000/schema/openapi.json
+```
+
+A [token](tokens.md) must have the scope of the route. Each scope includes those before it: `read`, `report`, `admin`.
+
+{table(("route", "scope", "does"), rows)}
+
+Unknown fields are ignored; NaN and infinities are refused. The routes of Zeus 0.16 are those of `/jobs`,
+`/jobs/batch_size`, `/report` and `PATCH /trials`. The [pages](dashboard.md) are below `/ui/`, and need `read`.
+The document has the bounds of each field, and [zeus_plugins/protocol](../zeus_plugins/protocol) describes it.
 
 ## Errors
 
-Errors are problem details (RFC 9457), [ErrorBody](#errorbody); 503 carries `Retry-After`.
+Errors are problem details (RFC 9457), with the text in `detail` and `message`; 503 carries `Retry-After`.
 
 {table(("status", "means"), sorted((f"`{status}`", text) for status, text in errors.items()))}
-
-## Each route
-
-{chr(10).join(part + chr(10) for part in parts)}
-## Pages and the schema
-
-These are for browsers, describe the server, or inform clients of earlier versions that a route is gone. They are no
-part of the OpenAPI document; [dashboard.md](dashboard.md) describes the pages.
-
-{table(("route", "scope"), hidden)}
-
-## Messages
-
-{messages}
-
-## Values
-
-{choices}
 """
 
 
@@ -214,49 +213,6 @@ def scopes(app: Litestar) -> Iterator[tuple[str, str, str]]:
             need = needed_scope(handler)
             for method in [one for one in METHODS if one in handler.http_methods]:
                 yield path, method, "none" if need is None else f"`{need.value}`"
-
-
-def route(operation: Schema, need: str, errors: dict[str, str]) -> str:
-    """Return the text on one route, and add its errors to ``errors``, by status."""
-    lines = [f"{operation['description']} Scope: {need}."]
-    if parameters := operation.get("parameters"):
-        rows = [
-            (
-                f"`{one['name']}`",
-                one["in"] + ("" if one["required"] else ", optional"),
-                values(one["schema"]),
-                one.get("description", ""),
-            )
-            for one in parameters
-        ]
-        lines.append(table(("parameter", "in", "values", "meaning"), rows))
-    if body := operation.get("requestBody"):
-        lines.append(f"Body: {content(body)}.")
-    good = {status: answer for status, answer in operation["responses"].items() if status.startswith("2")}
-    errors |= {status: one["description"] for status, one in operation["responses"].items() if status not in good}
-    refused = ", ".join(f"`{status}`" for status in sorted(operation["responses"]) if status not in good)
-    answers = "; ".join(f"`{status}` {content(answer)}" for status, answer in sorted(good.items()))
-    lines.append(f"Answers: {answers}." + (f" Errors: {refused}." if refused else ""))
-    return "\n\n".join(lines)
-
-
-def content(holder: Schema) -> str:
-    """Describe the body of a request or of an answer."""
-    if not holder.get("content"):
-        return "nothing"
-    ((kind, described),) = holder["content"].items()
-    return values(described["schema"]) if kind == "application/json" else f"`{kind}`"
-
-
-def message(name: str, schema: Schema) -> str:
-    """Return a table of a message's fields, with descriptions from the docstring of its class."""
-    documented = getattr(protocol, name, None)
-    texts = attribute_texts(documented) if documented else {}
-    rows = []
-    for field, described in schema["properties"].items():
-        optional = "" if field in schema.get("required", ()) else ", optional"
-        rows.append((f"`{field}`", values(described) + optional, texts.get(field, described.get("description", ""))))
-    return table(("field", "values", "meaning"), rows)
 
 
 # Alerts
