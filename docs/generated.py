@@ -74,19 +74,12 @@ precedes any file, and a file that the environment names precedes the setting in
 
 def values(schema: Schema) -> str:
     """Describe in words the values that a JSON schema allows."""
-    if reference := schema.get("$ref"):
-        name = reference.rpartition("/")[2]
-        return f"[{name}](#{name.lower()})"
     if alternatives := schema.get("anyOf") or schema.get("oneOf"):
         bounds = {key: value for key, value in schema.items() if key not in {"anyOf", "oneOf"}}
         return " or ".join(values({**bounds, **one} if one.get("type") != "null" else one) for one in alternatives)
     if choices := schema.get("enum"):
         return ", ".join(f"`{choice}`" for choice in choices)
     kind = schema.get("type", "any JSON")
-    if kind == "array":
-        return f"list of {values(schema['items'])}" if "items" in schema else "list"
-    if kind == "object" and isinstance(entries := schema.get("additionalProperties"), Mapping):
-        return f"object of {values(entries)}"
     words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{word} {schema[key]:g}" for key, word in words.items() if abs(schema.get(key, 2**31)) < 2**31 - 1]
     if "maxLength" in schema:
