@@ -37,8 +37,8 @@ class UnknownJobError(BsoError):
 class UnknownTrialError(BsoError):
     """The job has no such trial."""
 
-    def __init__(self, job_id: str, trial_number: int) -> None:
-        super().__init__(f"job {job_id!r} has no trial {trial_number}", field="trial_number")
+    def __init__(self, job_id: str, trial_number: int, but: str = "") -> None:
+        super().__init__(f"job {job_id!r} has no trial {trial_number}{but}", field="trial_number")
 
 
 class JobConflictError(BsoError):

@@ -233,12 +233,16 @@ def revive_trial(trial: TrialRecord) -> TrialRecord:
     return changed(trial, state=TrialState.RUNNING, ended_at=None, ended_event=None, end_reason=None)
 
 
-def renew_lease(trial: TrialRecord, moment: Moment, *, regular: bool) -> TrialRecord:
-    """Renew the lease of a trial after a heartbeat; `regular` means that its training will send more heartbeats."""
+def renew_lease(trial: TrialRecord, moment: Moment, *, regular: bool, resumes: bool = False) -> TrialRecord:
+    """Renew the lease of a trial after a heartbeat.
+
+    `regular` means that its training will send more heartbeats, `resumes` that a new run of its training takes it over:
+    messages of earlier runs, with an earlier lease epoch, are then refused.
+    """
     trial = revive_trial(trial)
     if regular:
         trial = changed(trial, heartbeats=True)
-    return changed(trial, lease_expires_at=moment.lease_end(trial))
+    return changed(trial, lease_expires_at=moment.lease_end(trial), lease_epoch=trial.lease_epoch + resumes)
 
 
 def end_trial(
@@ -510,19 +514,6 @@ def add_rank_report(trial: TrialRecord, report: Report, moment: Moment) -> Trial
         trial = changed(revive_trial(trial), message="go on: another rank has reported this evaluation")
     trial = after_other_rank(trial, report)
     return changed(trial, reported_at=moment.now, lease_expires_at=moment.lease_end(trial))
-
-
-FIRST_LEASE_EPOCH = 1
-
-
-def is_stale(trial: TrialRecord, lease_epoch: int | None) -> bool:
-    """Return True if a later run has taken over the trial; a message without a lease epoch (None) is never stale."""
-    return lease_epoch not in (None, trial.lease_epoch)
-
-
-def take_over(trial: TrialRecord) -> TrialRecord:
-    """Give the trial to a new run of its training; messages of earlier runs become stale."""
-    return replace(trial, lease_epoch=trial.lease_epoch + 1)
 
 
 def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None) -> History:

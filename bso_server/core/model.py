@@ -95,7 +95,7 @@ class TrialRecord:
     Attributes:
         idempotency_key: Key made by the client; a repeated request with this key returns the same trial.
         owner: Id of the token that dispatched the trial; None if the server requires none.
-        lease_epoch: Number of the current run of the trial's training, see `take_over` in `core.job`.
+        lease_epoch: Number of the current run of the trial's training, see `renew_lease` in `core.job`.
         waited_share: Share of its time in which the training waited for a CPU core; None if unknown.
         other_gpus: True if the job has other GPUs now than when the trial began. Then the trial's epochs and metrics
             still count, but not its costs.

@@ -26,7 +26,6 @@ from bso_server.core.job import (
     end_by_training,
     renew_lease,
     replay,
-    take_over,
 )
 from bso_server.core.model import Suggestion, TrialRecord
 from bso_server.core.occurrences import TrialEnded
@@ -355,9 +354,8 @@ class Commands:
         """Renew a trial's lease; a suspended or abandoned trial runs again, perhaps in a new run of its training."""
         _, trial = locked_trial(transaction, heartbeat, caller)
         if trial.state not in FINAL:
-            trial = renew_lease(trial, self.moment(), regular=heartbeat.regular)
+            trial = renew_lease(trial, self.moment(), regular=heartbeat.regular, resumes=heartbeat.resumes)
             if heartbeat.resumes:
-                trial = take_over(trial)
                 transaction.log("job %s trial %d: resumed by run %d of its training", *trial.key, trial.lease_epoch)
             transaction.update_trials([trial])
         return HeartbeatResponse(

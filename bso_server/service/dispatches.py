@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bso_server.core import policy
 from bso_server.core.access import Caller
-from bso_server.core.job import FIRST_LEASE_EPOCH
 from bso_server.core.model import TrialRecord
 from bso_server.core.occurrences import TrialStarted
 from bso_server.errors import KeyConflictError
@@ -23,7 +22,8 @@ def dispatch_of(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
         trial_number=trial.trial_number,
         registration_id=job.registration.registration_id,
         # Always the first lease: the caller is the run to which the trial was dispatched.
-        lease_epoch=FIRST_LEASE_EPOCH,
+        lease_epoch=1,
+        dispatch_id=trial.idempotency_key,
         origin=trial.origin,
         reason=trial.reason,
         stop_rule=policy.stop_rule(job.registration, trial, job.min_cost_j),

@@ -8,7 +8,6 @@ belongs to its own token. Administrators may do everything, and the log names th
 from __future__ import annotations
 
 from bso_server.core.access import Caller
-from bso_server.core.job import is_stale
 from bso_server.core.model import OBSERVED, TrialRecord
 from bso_server.core.policy import find, installed
 from bso_server.core.revisions import Changes
@@ -19,6 +18,7 @@ from bso_server.errors import (
     JobConflictError,
     OtherRegistrationError,
     StaleLeaseError,
+    UnknownTrialError,
 )
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob
@@ -120,6 +120,7 @@ def refuse_message(
 
     Raises:
         OtherRegistrationError: The message is about a trial of an earlier, deleted job with this job's id.
+        UnknownTrialError: The message is about a lost trial, whose number was given again.
         InvalidReportError: The message names another batch size.
         ForbiddenError: See `require_trial`.
         StaleLeaseError: Another run of the training has taken the trial over.
@@ -131,9 +132,12 @@ def refuse_message(
             "measurements do not count for the new trial of this number",
             field="registration_id",
         )
+    if trial.idempotency_key is not None and sent.dispatch_id not in (None, trial.idempotency_key):
+        lost = " of this training: the database was restored to a state before it, and another training has its number"
+        raise UnknownTrialError(*trial.key, lost)
     refuse_other_size(trial, sent.batch_size)
     owner = require_trial(transaction, job, trial, caller)
-    if is_stale(trial, sent.lease_epoch):
+    if sent.lease_epoch not in (None, trial.lease_epoch):
         raise StaleLeaseError(
             f"trial {trial.trial_number} of job {trial.job_id!r} was resumed from a checkpoint by another run of "
             f"its training (lease epoch {trial.lease_epoch}, not {sent.lease_epoch})",

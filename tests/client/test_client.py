@@ -51,7 +51,7 @@ CHOICE = PowerLimitChoice(
 )
 TOKEN = "s3cret"  # noqa: S105 - no real token
 DISPATCH = {"job_id": "mnist-1", "batch_size": 32, "trial_number": 3}
-NAMED = DISPATCH | {"registration_id": None, "lease_epoch": None}
+NAMED = DISPATCH | {"registration_id": None, "lease_epoch": None, "dispatch_id": None}
 VERDICT: dict[str, Any] = {"stop_train": False, "converged": False, "message": "on"}
 
 

@@ -236,7 +236,7 @@ def test_results_of_a_deleted_and_recreated_job_are_refused(port: ServerPort, jo
     again = port.register(job)
     assert again.registration_id not in (None, job.registration_id)
     assert again == job.model_copy(update={"registration_id": again.registration_id})
-    anew = name_of(port.request_trial(trial.job_id))
+    anew = name_of(port.request_trial(trial.job_id, "first"))
     assert anew == trial.model_copy(update={"registration_id": again.registration_id})
     before = port.show_job(trial.job_id)
     for say in messages(port, trial):

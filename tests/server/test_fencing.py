@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -213,18 +215,17 @@ def test_offline_trial_is_taken_over_like_a_dispatched_trial(
 def test_results_of_two_runs_are_stored_in_separate_files(here: Server) -> None:
     registration = here.register(JobSpecFromClient.of(JOB, GPUS))
 
-    def box(lease_epoch: int | None, registration_id: str = "a") -> str:
-        trial = TrialId(
-            job_id="digits-1", batch_size=32, trial_number=1, registration_id=registration_id, lease_epoch=lease_epoch
-        )
+    def box(lease_epoch: int | None, registration_id: str = "a", dispatch_id: str = "a") -> str:
+        ids = {"registration_id": registration_id, "lease_epoch": lease_epoch, "dispatch_id": dispatch_id}
+        trial = TrialId.model_validate({"job_id": "digits-1", "batch_size": 32, "trial_number": 1, **ids})
         sender = OutboxHeader(server_url=here.server_url, registration=registration, batch_size=32, trial=trial)
         box = here.outbox.box(sender)
         box.put(Ending())
         box.close()
         return box.path.name[-8:]
 
-    names = [box(1), box(2), box(1), box(1, "b")]
-    assert len(set(names)) == 3
+    names = [box(1), box(2), box(1), box(1, "b"), box(1, "a", "b")]
+    assert len(set(names)) == 4
     assert names[0] == names[2]
     assert box(None) == names[0]  # may be equal
 
@@ -294,3 +295,31 @@ def test_checkpoint_of_a_deleted_job_continues_without_the_server(
     assert the_trial(there) == known
     session.end()
     anew.end()
+
+
+# --- Restored databases -----------------------------------------------------------------------------------------------
+
+
+def test_training_that_a_restored_database_has_lost_does_not_end_the_next(
+    here: Server, there: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here.register(JobSpecFromClient.of(JOB, GPUS))
+    with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as database, closing(sqlite3.connect(":memory:")) as backup:
+        database.backup(backup)
+        first = begun(here)
+        until(lambda: database.execute("SELECT heartbeats FROM trials").fetchone() == (1,))
+        backup.backup(database)
+    second = begun(there)
+    assert first.trial.trial_number == second.trial.trial_number
+    state = first.state_dict()
+    known = the_trial(there)
+    assert first.report_evaluation(0.95).converged  # judged by the training
+    assert "has no trial 1 of this training: the database was restored" in caplog.text
+    first.end()
+    assert the_trial(there) == known
+    third = TrialSession(JOB, here, monitor(), outbox=there.outbox)
+    assert not third.resume(state)
+    third.end()
+    assert the_trial(there) == known
+    assert second.report_evaluation(0.95).converged
+    second.end()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from bso_server.core.job import LeasePolicy
 from bso_server.core.model import Arm
@@ -14,11 +17,24 @@ from bso_server.errors import (
     NoSurvivorError,
     ReportConflictError,
     UnknownJobError,
+    UnknownTrialError,
 )
 from bso_server.storage.store import Store
+from bso_server.storage.tables import metadata
 from bso_server.storage.transaction import Transaction
-from tests.support.service import HOUR_S, START, JobService, new_job
-from zeus_plugins.protocol import GP_VOI, EndReason, OfflineTrial, ReportResponse, StopRule, TrialState
+from tests.support.service import HOUR_S, START, JobService, new_job, trial_id
+from zeus_plugins.protocol import (
+    GP_VOI,
+    EndReason,
+    Heartbeat,
+    OfflineTrial,
+    ReportResponse,
+    StopRule,
+    TrainingResult,
+    TrialEnd,
+    TrialId,
+    TrialState,
+)
 
 pytestmark = pytest.mark.storage
 
@@ -233,6 +249,58 @@ async def test_idempotency_key_is_local_to_a_job(bso: JobService) -> None:
     other = JobService(bso.store)
     await other.service.register(other.job)
     assert (await bso.suggest("key")).job_id != (await other.suggest("key")).job_id
+
+
+# --- Restored databases -----------------------------------------------------------------------------------------------
+
+Rows = dict[sa.Table, list[dict[str, Any]]]
+
+
+def copied(connection: sa.Connection) -> Rows:
+    return {table: list(map(dict, connection.execute(sa.select(table)).mappings())) for table in metadata.sorted_tables}
+
+
+def restored(connection: sa.Connection, rows: Rows) -> None:
+    """Replace the content of a database by a copy."""
+    for table in reversed(rows):
+        connection.execute(sa.delete(table))
+    for table, copy in rows.items():
+        if copy:
+            connection.execute(sa.insert(table), copy)
+
+
+async def test_lost_trial_says_nothing_about_the_trial_that_gets_its_number(bso: JobService) -> None:
+    async def transact(work: Callable[[sa.Connection], Any]) -> Any:
+        return await bso.store._database.transact(work, read_only=False, timeout_s=60.0)
+
+    def messages_of(trial: TrialId) -> list[Callable[[], Awaitable[object]]]:
+        named = trial.model_dump(include=set(TrialId.model_fields))
+        report = TrainingResult(**named, time=1.0, energy=1.0, metric=0.95, current_epoch=1)
+        commands = bso.service.commands
+        return [
+            lambda: bso.service.transact(commands.heartbeat, Heartbeat(**named)),
+            lambda: bso.service.transact(commands.heartbeat, Heartbeat(**named, resumes=True)),
+            lambda: bso.service.transact(commands.end_trial, TrialEnd(**named)),
+            lambda: bso.service.reports.record_report(report),
+        ]
+
+    backup = await transact(copied)
+    lost = await bso.suggest("lost")
+    await transact(lambda connection: restored(connection, backup))
+    trial = await bso.suggest("later")
+    assert (trial.trial_number, trial.lease_epoch) == (lost.trial_number, lost.lease_epoch)
+
+    before = await bso.show()
+    for say in messages_of(lost):
+        with pytest.raises(UnknownTrialError, match="has no trial 1 of this training: the database was restored"):
+            await say()
+    assert await bso.show() == before
+    # A repeated request of the lost training starts a trial of its own, and clients without the id are not checked.
+    assert (await bso.suggest("lost")).trial_number == 2
+    await messages_of(trial)[0]()
+    for say in messages_of(trial_id(trial))[::3]:
+        await say()
+    assert (await bso.states())[0] is TrialState.COMPLETED
 
 
 async def test_bad_report_in_a_group_does_not_affect_the_rest(bso: JobService) -> None:

@@ -15,7 +15,7 @@ COST_BOUND = {"stop_train": True, "converged": False, "message": "cost bound cro
 
 
 # A Zeus server ignores these fields, which our client sends as null unless a server has sent values for them.
-UNKNOWN = {"fingerprint", "registration_id", "lease_epoch", "rank"}
+UNKNOWN = {"fingerprint", "registration_id", "lease_epoch", "dispatch_id", "rank"}
 
 
 class ContractDouble:

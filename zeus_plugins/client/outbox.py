@@ -389,8 +389,8 @@ def _is_of_other_run(kept: TrialId | None, sent: TrialId | None) -> bool:
     """Return whether trial `kept` of a file and trial `sent` are of different runs, whose results must not be mixed."""
     if kept is None or sent is None:
         return False
-    epochs, registrations = {kept.lease_epoch, sent.lease_epoch}, {kept.registration_id, sent.registration_id}
-    return len(epochs - {None}) > 1 or len(registrations - {None}) > 1
+    names = ("lease_epoch", "registration_id", "dispatch_id")
+    return any(len({getattr(kept, name), getattr(sent, name)} - {None}) > 1 for name in names)
 
 
 def default_outbox(environ: Mapping[str, str] | None = None) -> Outbox:

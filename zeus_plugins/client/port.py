@@ -83,9 +83,10 @@ class ServerPort(Protocol):
     - It raises `ZeusBSOConfigError` if the server refuses the job, the settings or (`ZeusBSOTokenError`) the token, and
       `ZeusBSORuntimeError` without `is_outage` for any other refusal. `status` is 404 for an unknown job or trial, 409
       for a conflict, 422 for an invalid request or a batch size other than the trial's. A refusal changes nothing.
-    - Messages about a trial carry the job's `registration_id` and the trial's `lease_epoch`, if known. The server
-      refuses them (409) if the job was registered again since, or if a later run of the training has taken the trial
-      over; the error's `reason` says which (`RefusalReason`).
+    - Messages about a trial carry the job's `registration_id` and the trial's `lease_epoch` and `dispatch_id`, if
+      known. The server refuses them (409) if the job was registered again since, or if a later run of the training has
+      taken the trial over; the error's `reason` says which (`RefusalReason`). If another training has the number of a
+      trial that the database has lost, they are refused as of an unknown trial.
 
     Attributes:
         server_url: The server's URL without user and password, or ``embedded://`` and the file of a server in this

@@ -403,6 +403,8 @@ class TrialId(WireMessage):
             from a Zeus client: unchecked.
         lease_epoch: Number of the training's run that has the trial. The server refuses messages of earlier runs.
             None, from a Zeus client: unchecked.
+        dispatch_id: Idempotency-Key of the request that started the trial. A database that was restored may give the
+            number of a lost trial again; the server refuses messages with the key of the lost one. None: unchecked.
     """
 
     job_id: Identifier
@@ -410,3 +412,4 @@ class TrialId(WireMessage):
     trial_number: PositiveInt
     registration_id: RegistrationId | None = None
     lease_epoch: PositiveInt | None = None
+    dispatch_id: Text | None = None

@@ -29,7 +29,7 @@ from zeus_plugins.protocol import (
     is_time_alone,
 )
 
-_BY_SERVER = {"trial_number", "registration_id", "lease_epoch"}
+_BY_SERVER = {"trial_number", "registration_id", "lease_epoch", "dispatch_id"}
 
 
 class TrialInfo(WireMessage):
@@ -43,6 +43,7 @@ class TrialInfo(WireMessage):
         continues: Number of the trial whose run this one finishes, or None.
         registration_id: As in `TrialId`.
         lease_epoch: As in `TrialId`; also None after resuming without the server.
+        dispatch_id: As in `TrialId`.
         reason: The server's reason for the batch size, in words; None from a Zeus server.
         stop_rule: Rule by which the server stops the trial, as last received; None from a Zeus server.
         power_profile: Measured power limits at this batch size, from this or earlier trials, or None.
@@ -66,6 +67,7 @@ class TrialInfo(WireMessage):
     continues: PositiveInt | None = None
     registration_id: RegistrationId | None = None
     lease_epoch: PositiveInt | None = None
+    dispatch_id: str | None = None
     reason: str | None = None
     stop_rule: StopRule | None = None
     power_profile: PowerProfile | None = None
