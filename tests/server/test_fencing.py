@@ -300,7 +300,7 @@ def test_checkpoint_of_a_deleted_job_continues_without_the_server(
 # --- Restored databases -----------------------------------------------------------------------------------------------
 
 
-def test_training_that_a_restored_database_has_lost_does_not_end_the_next(
+def test_training_lost_by_a_restored_database_does_not_end_the_next(
     here: Server, there: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     here.register(JobSpecFromClient.of(JOB, GPUS))

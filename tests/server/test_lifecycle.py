@@ -269,7 +269,7 @@ def restored(connection: sa.Connection, rows: Rows) -> None:
             connection.execute(sa.insert(table), copy)
 
 
-async def test_lost_trial_says_nothing_about_the_trial_that_gets_its_number(bso: JobService) -> None:
+async def test_lost_trial_says_nothing_about_a_later_trial_of_the_same_number(bso: JobService) -> None:
     async def transact(work: Callable[[sa.Connection], Any]) -> Any:
         return await bso.store._database.transact(work, read_only=False, timeout_s=60.0)
 
