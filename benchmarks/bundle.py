@@ -1,11 +1,12 @@
-"""``python -m benchmarks.bundle DIR``: builds a folder for measurements on a GPU machine without a network.
+"""``python -m benchmarks.bundle DIR [--python 3.12]``: builds a folder for a GPU machine without a network.
 
-The folder has the source tree, the wheels for Python 3.11 to 3.13 on x86-64 Linux, and ``run.sh``. PyTorch, NumPy and
-PyTorch's dependencies must be on the machine already. docs/proof.md describes how to use the folder.
+The folder has the source tree, the wheels for one Python or for 3.11 to 3.13 on x86-64 Linux, and ``run.sh``. PyTorch,
+NumPy and PyTorch's dependencies must be on the machine already. docs/proof.md describes how to use the folder.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -35,9 +36,13 @@ _OWN = ("zeus_plugins", "bso_server")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the folder named by the argument; return 0, or 1 after printing the reason."""
-    (folder,) = map(Path, arguments or sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bundle")
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--python", choices=PYTHONS, help="the GPU machine's (default: the wheels of all)")
+    options = parser.parse_args(arguments)
+    folder = options.folder
     try:
-        size_mib = build(folder)
+        size_mib = build(folder, PYTHONS if options.python is None else [options.python])
     except (BenchmarkError, OSError) as error:
         print(f"benchmarks.bundle: {error}", file=sys.stderr)
         return 1
@@ -45,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build(folder: Path) -> float:
-    """Build the folder; return its size in MiB.
+def build(folder: Path, pythons: Sequence[str]) -> float:
+    """Build the folder for some versions of Python; return its size in MiB.
 
     Raises:
         BenchmarkError: A command failed, or the folder is larger than `MOST_MIB`.
@@ -59,7 +64,7 @@ def build(folder: Path) -> float:
     _pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT))
     listed = folder / "requirements.txt"
     listed.write_text("".join(f"{each}\n" for each in requirements()), "utf-8")
-    for python in PYTHONS:
+    for python in pythons:
         for_python = ["--python-version", python, "--implementation", "cp"]
         tags = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17, 12, 5)]
         tags += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]

@@ -1,6 +1,7 @@
 #!/bin/bash
-# One call of the hour on a GPU, without a network: bash run.sh [--minutes 8] [--out DIR] [--work DIR] [--rehearse]
-# Options after these go to `python -m benchmarks.recurrences hour`, such as --tasks resnet18 --recurrences 8.
+# One call of the hour on a GPU, without a network:
+#   bash run.sh [--minutes 8] [--out DIR] [--work DIR] [--targets FILE] [--rehearse]
+# Options after these go to `python -m benchmarks.recurrences hour`, such as --tasks resnet50 --recurrences 8.
 # Resumes from gpu-state.tgz in --out, or beside this folder, and writes gpu-state.tgz, gpu-results.json and gpu-page.md
 # into --out (default: beside this folder). --rehearse trains small models on a CPU with a simulated driver.
 # Exit status 3: steps are left, run the same command again.
@@ -8,12 +9,13 @@ set -eu
 began=$(date +%s)
 here=$(cd "$(dirname "$0")" && pwd)
 beside=$(dirname "$here")
-minutes=8 out=$beside work=${TMPDIR:-/tmp}/gpu-bundle-work rehearse=
+minutes=8 out=$beside work=${TMPDIR:-/tmp}/gpu-bundle-work rehearse= targets=
 while [ $# -gt 0 ]; do
     case $1 in
         --minutes) minutes=$2; shift 2 ;;
         --out) out=$2; shift 2 ;;
         --work) work=$2; shift 2 ;;
+        --targets) targets=$(cd "$(dirname "$2")" && pwd)/$(basename "$2"); shift 2 ;;
         --rehearse) rehearse=1; shift ;;
         *) break ;;
     esac
@@ -55,8 +57,9 @@ export ZEUS_STATE_DIR=$work/zeus HF_HOME=$work/hf HF_HUB_OFFLINE=1 TOKENIZERS_PA
 if [ -n "$rehearse" ]; then
     export PYTHONPATH=$here/tree/tests/support/simulated_driver/path:$PYTHONPATH
     export SIMULATED_GPU=$work/computing
-    set -- --shrink 8 --seconds 3 15 --repeats 1 "$@"
+    set -- --shrink 8 --seconds 3 15 "$@"
 fi
+[ -z "$targets" ] || set -- --targets "$targets" "$@"
 cd "$work"
 # The process of this script becomes the measurement, which ends all that it started, also after kill -9.
 exec "$python" -m benchmarks.recurrences hour --minutes "$minutes" --began "$began" --state "$state" --out "$out" "$@"

@@ -22,10 +22,11 @@ from benchmarks.policies.calibration import total
 from benchmarks.policies.cases import ROWS, Case
 from benchmarks.policies.contest import CONTENDERS, Paid
 from benchmarks.recurrences import tasks
-from benchmarks.recurrences.tasks import CPU, DEFAULT, REFUSED, TASKS, Device
+from benchmarks.recurrences.tasks import CPU, DEFAULT, GPU, REFUSED, TASKS, Device
 from bso_server.simulate.results import mean_curve
 from zeus_plugins.energy import auto
 from zeus_plugins.energy.estimate import cpu_model_name
+from zeus_plugins.protocol import GP_VOI
 
 RESULTS = Path(__file__).parent / "results"
 """Folder with the latest figures of each report that is in the documentation."""
@@ -268,12 +269,91 @@ def _task_results(name: str, records: Sequence[Record]) -> dict[str, Any]:
         "recurrences": len(common),
         "longest_job": len({number for _, number in common}),
         "contenders": {who: _contender(each, paid[DEFAULT], common, best_j) for who, each in paid.items() if common},
-        "limit_w": max((limit_w for each in of_stage["calibrate"] if (limit_w := each.get("limit_w"))), default=None),
+        "limit_w": max(
+            (limit_w for each in of_stage["calibrate"] + of_stage["warm-up"] if (limit_w := each.get("limit_w"))),
+            default=None,
+        ),
         "calibration": [_calibration(each) for each in of_stage["calibrate"]],
         "sizes": [{**asdict(each), "drifted": phase} for phase, of_phase in sizes.items() for each in of_phase],
         "best_sizes": [found.batch_size for found in best.values() if found is not None],
         "overhead": _overhead(of_stage["overhead"]),
+        "hour": _hour(paid, common, of_stage) if TASKS[name].device == GPU else None,
     }
+
+
+def _hour(
+    paid: Mapping[str, Mapping[Recurrence, Mapping[str, float]]],
+    common: Sequence[Recurrence],
+    of_stage: Mapping[str, Sequence[Record]],
+) -> dict[str, Any] | None:
+    """Return the energies of the policy and the default on a GPU; None if one of them has no recurrence.
+
+    Returns:
+        ``{jobs, recurrences, idle_w, context_w, counted: [{name, default_j, policy_j, saved, last, wins}], sample_j:
+        {NAME: joules}, to_best, to_largest}``. `last` is the share saved in the last five recurrences of each job, and
+        `wins` the number of recurrences in which the policy took less energy. `to_best` and `to_largest` are the mean
+        energy of a recurrence of the policy, divided by the energy of a run at the best size, and at the largest size
+        that fits into the memory; None if it was not measured or missed the target.
+    """
+    if GP_VOI not in paid or not common:
+        return None
+    names = ("energy_j", "time_s", "process_j", "samples")
+    spent = {
+        who: {
+            name: np.array([paid[who][of][name] + paid[who][of]["given_up"] * paid[DEFAULT][of][name] for of in common])
+            for name in names
+        }
+        for who in (GP_VOI, DEFAULT)
+    }
+    idle = next(iter(of_stage["warm-up"]), {})
+    idle_w = {name: idle.get(name) for name in ("idle_w", "context_w")}
+    counted = {
+        "all": {who: of["energy_j"] for who, of in spent.items()},
+        **{
+            f"above {power_w:.0f} W, idle {words}": {
+                who: of["energy_j"] - power_w * of["time_s"] for who, of in spent.items()
+            }
+            for words, power_w in zip(("before CUDA starts", "with a CUDA context"), idle_w.values(), strict=True)
+            if power_w is not None
+        },
+        "all of the processes, with their start": {who: of["process_j"] for who, of in spent.items()},
+    }
+    jobs = [seed for seed, _ in common]
+    is_last = np.array([number >= max(other for of, other in common if of == seed) - 4 for seed, number in common])
+    sizes = {each["batch_size"]: each for each in of_stage["size"] if each["state"] != "out_of_memory"}
+    reached = {size: each["energy_j"] for size, each in sizes.items() if each["reached"]}
+    mean_j = float(spent[GP_VOI]["energy_j"].mean())
+    largest_j = reached.get(max(sizes, default=0))
+    return {
+        "jobs": len(set(jobs)),
+        "recurrences": len(common),
+        **idle_w,
+        "counted": [
+            {
+                "name": name,
+                "default_j": float(of[DEFAULT].sum()),
+                "policy_j": float(of[GP_VOI].sum()),
+                "saved": _saved_by_job(of[GP_VOI], of[DEFAULT], jobs),
+                "last": float(1 - of[GP_VOI][is_last].sum() / of[DEFAULT][is_last].sum()),
+                "wins": int((of[GP_VOI] < of[DEFAULT]).sum()),
+            }
+            for name, of in counted.items()
+            if of[DEFAULT].all()
+        ],
+        "sample_j": {
+            who: float(of["energy_j"].sum() / of["samples"].sum()) for who, of in spent.items() if of["samples"].all()
+        },
+        "to_best": mean_j / min(reached.values()) if reached else None,
+        "to_largest": mean_j / largest_j if largest_j else None,
+    }
+
+
+def _saved_by_job(spent: Numbers, needed: Numbers, jobs: Sequence[int]) -> Interval:
+    """Return the share saved; its interval resamples whole jobs or, of one job, its recurrences."""
+    if len(set(jobs)) == 1:
+        return _saved(list(spent), list(needed))
+    of_jobs = [np.array(jobs) == job for job in sorted(set(jobs))]
+    return _saved([spent[of].sum() for of in of_jobs], [needed[of].sum() for of in of_jobs])
 
 
 def _paid(records: Iterable[Record], who: str) -> dict[Recurrence, dict[str, float]]:
@@ -284,6 +364,7 @@ def _paid(records: Iterable[Record], who: str) -> dict[Recurrence, dict[str, flo
             tries[record["seed"], record["number"]].append(record)
     return {
         of: {measure: sum(each[measure] for each in trained) for measure in MEASURES}
+        | {measure: sum(each.get(measure) or 0.0 for each in trained) for measure in ("process_j", "samples")}
         | {
             "tries": sum(each["state"] != REFUSED for each in trained),
             "given_up": float(not any(each["reached"] for each in trained)),
@@ -351,7 +432,7 @@ def _calibration(record: Record) -> dict[str, Any]:
         "metrics": [metric for _, _, metric in curve],
         "time_s": curve[-1][0] if curve else None,
         "mean_w": curve[-1][1] / curve[-1][0] if curve else None,
-        **{name: record[name] for name in ("peak_w", "idle_w", "memory_gib")},
+        **{name: record[name] for name in ("peak_w", "memory_gib")},
     }
 
 
@@ -365,8 +446,7 @@ def _overhead(records: Iterable[Record]) -> dict[str, Any] | None:
         return None
     ratios = {
         clock: bootstrap([(pair["with"][field], pair["without"][field]) for pair in whole], median_ratio)
-        for clock, field in (("cpu", "fit_cpu_s"), ("wall", "fit_wall_s"), ("energy", "energy_j"))
-        if all(pair["without"].get(field) for pair in whole)
+        for clock, field in (("cpu", "fit_cpu_s"), ("wall", "fit_wall_s"))
     }
     seconds = {who: median(pair[who]["fit_cpu_s"] for pair in whole) for who in ("with", "without")}
     return {"pairs": len(whole), **ratios, "cpu_s": seconds}

@@ -224,11 +224,11 @@ _ENOUGH_RECURRENCES = 10
 def proof_tables(results: ProofResults) -> dict[str, str]:
     """Return the tables of a measurement of real trainings."""
     is_of_gpu = results["device"] == GPU
-    made = {"": _savings(results), "-sizes": _sizes(results), "-overhead": _overhead(results)}
-    made["-conditions"] = _conditions(results)
+    made = {"": _savings(results), "-sizes": _sizes(results), "-conditions": _conditions(results)}
     if not is_of_gpu:
-        made["-rules"] = _rules(results)
+        made |= {"-rules": _rules(results), "-overhead": _overhead(results)}
     else:
+        made["-hour"] = _hour(results)
         made["-status"] = _gpu_status(results)
         made["-calibration"] = _calibration(results)
         made["-check"] = _gpu_check(results.get("gpu_check", {}), _on_simulated(results))
@@ -282,6 +282,26 @@ def _savings(results: ProofResults) -> str:
             counts = [regret, str(found["tries"]), str(found["given_up"])]
             lines.append([*extent, label, _three_digits(found["energy_j"] / 1000), *cells, *counts])
     return markdown_table(lines)
+
+
+def _hour(results: ProofResults) -> str:
+    """Return a table with a line for each task and way to count its energy, and a list of further figures by task."""
+    head = ["task", f"energy counted ({energy_of(results)})", "default, kJ", "`gp_voi`, kJ", "saved (95 %)"]
+    lines, notes = [[*head, "saved in the last five", "recurrences with less energy"]], []
+    for name, task in results["tasks"].items():
+        if (found := task.get("hour")) is None:
+            continue
+        for each in found["counted"]:
+            energies = [_three_digits(each[who] / 1000) for who in ("default_j", "policy_j")]
+            wins = f"{each['wins']} of {found['recurrences']}"
+            lines.append([name, each["name"], *energies, _interval(each["saved"]), _percent(each["last"]), wins])
+        extent = "one job: run-to-run spread only" if found["jobs"] == 1 else f"intervals by {found['jobs']} jobs"
+        joules = [f"{_three_digits(found['sample_j'][who])} J" for who in (DEFAULT, GP_VOI) if who in found["sample_j"]]
+        per_sample = f"; per sample {' and '.join(joules)} (default, `gp_voi`)" if joules else ""
+        ratios = ["–" if found[each] is None else f"{found[each]:.2f}" for each in ("to_best", "to_largest")]
+        sizes = f"`gp_voi` took {ratios[0]} times the energy of the best size, {ratios[1]} of the largest that fits"
+        notes.append(f"- `{name}`: {extent}; {sizes}{per_sample}")
+    return "\n".join([markdown_table(lines), "", *notes]).rstrip()
 
 
 def _rules(results: ProofResults) -> str:
@@ -352,14 +372,11 @@ def _size(found: dict[str, Any] | None, default: int, least_j: float) -> str:
 
 
 def _overhead(results: ProofResults) -> str:
-    head = [f"task{_on_simulated(results)}", "pairs", "CPU s without", "with", "CPU time, with / without"]
-    # On a CPU, energy is estimated from CPU time and would add no information.
-    clocks = ("cpu", "wall", *(["energy"] if results["device"] == GPU else []))
-    lines = [[*head, *(f"{name}, with / without" for name in ("time", "energy")[: len(clocks) - 1])]]
+    lines = [["task", "pairs", "CPU s without", "with", "CPU time, with / without", "time, with / without"]]
     for name, task in results["tasks"].items():
         if (found := task["overhead"]) is not None:
             seconds = [f"{found['cpu_s'][who]:.2f}" for who in ("without", "with")]
-            ratios = [_ratio(found.get(clock)) for clock in clocks]
+            ratios = [_ratio(found.get(clock)) for clock in ("cpu", "wall")]
             lines.append([name, str(found["pairs"]), *seconds, *ratios])
     return markdown_table(lines)
 
@@ -378,8 +395,8 @@ def _watts(mean_w: float | None, limit_w: float | None) -> str:
 
 def _calibration(results: ProofResults) -> str:
     """Return a table with a line for each training of the calibration."""
-    head = ["task", "size", "metric after each epoch", "seconds", "target reached after, s", "mean W", "peak W"]
-    lines = [[*head, f"idle W{_on_simulated(results)}", "memory, GiB"]]
+    head = ["task", "size", "metric at each evaluation", "seconds", "target reached after, s", "mean W", "peak W"]
+    lines = [[*head, f"memory, GiB{_on_simulated(results)}"]]
     for name, task in results["tasks"].items():
         of_target = results.get("targets", {}).get(name, {})
         for found in task["calibration"]:
@@ -388,10 +405,7 @@ def _calibration(results: ProofResults) -> str:
             kept = sorted({round(place * (len(metrics) - 1) / 7) for place in range(8)}) if metrics else []
             shown = ", ".join(f"{metrics[place]:.3g}" for place in kept) or found["state"]
             times = [_or_dash(found["time_s"], 1), _or_dash(reached_s.get(str(found["batch_size"])), 1)]
-            watts = [
-                _watts(found["mean_w"], task["limit_w"]),
-                *(_or_dash(found[each], 0) for each in ("peak_w", "idle_w")),
-            ]
+            watts = [_watts(found["mean_w"], task["limit_w"]), _or_dash(found["peak_w"], 0)]
             lines.append([name, str(found["batch_size"]), shown, *times, *watts, _or_dash(found["memory_gib"], 1)])
     targets = (
         f"- `{name}`: target {found['metric']:g}, at most {found['max_epochs']} epochs"

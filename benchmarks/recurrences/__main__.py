@@ -15,8 +15,9 @@ from typing import Any
 
 from benchmarks.processes import BenchmarkError
 from benchmarks.recurrences.calibration import SECONDS
+from benchmarks.recurrences.data import python_files
 from benchmarks.recurrences.harness import State, measure, read_records, write_whole
-from benchmarks.recurrences.hour import GPU_CHECK, LEFT_STATUS, MACHINE, RECURRENCES, REPEATS, TARGETS, Hour, pack
+from benchmarks.recurrences.hour import GPU_CHECK, HOUR, LEFT_STATUS, MACHINE, TARGETS, Hour, pack
 from benchmarks.recurrences.plan import QUICK, Extent, steps
 from benchmarks.recurrences.tasks import CPU, GPU, HOUR_TASKS, tasks_for
 from benchmarks.reports import machine, proof_results
@@ -54,8 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     names = ", ".join(task.name for task in tasks_for(CPU))
     run.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help=f"of {names} (default: all)")
     run.add_argument("--quick", action="store_true", help="a few recurrences of each task, which show that all works")
-    for name, what in _EXTENTS.items():
-        run.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default {getattr(Extent(), name)})")
+    _add_extent(run, Extent())
     run.add_argument("--state", type=Path, default=_STATE, metavar="DIR", help=f"what was measured (default {_STATE})")
     run.set_defaults(run=_run)
     hour = commands.add_parser("hour", help="one call of the hour on a GPU: check, calibrate, measure, write results")
@@ -65,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     hour.add_argument(
         "--tasks", nargs="+", default=HOUR_TASKS, metavar="NAME", help=f"default: {', '.join(HOUR_TASKS)}"
     )
-    hour.add_argument("--recurrences", type=int, default=RECURRENCES, metavar="N", help="of each job")
-    hour.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="runs of each size")
+    hour.add_argument("--targets", type=Path, metavar="FILE", help="targets.json of an earlier call: no calibration")
+    _add_extent(hour, HOUR)
     hour.add_argument(
         "--shrink",
         type=int,
@@ -87,9 +87,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_extent(parser: argparse.ArgumentParser, extent: Extent) -> None:
+    for name, what in _EXTENTS.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default {getattr(extent, name)})")
+
+
+def _extent(options: argparse.Namespace, usual: Extent) -> Extent:
+    return replace(usual, **{name: value for name in _EXTENTS if (value := getattr(options, name)) is not None})
+
+
 def _run(options: argparse.Namespace) -> int:
-    given = {name: value for name in _EXTENTS if (value := getattr(options, name)) is not None}
-    extent = replace(QUICK if options.quick else Extent(), **given)
+    extent = _extent(options, QUICK if options.quick else Extent())
     state = State(options.state)
     write_whole(options.state / MACHINE, json.dumps(machine()) + "\n")
     measure(list(steps(tasks_for(CPU, options.tasks), extent)), state, say=_say)
@@ -106,26 +114,30 @@ def _hour(options: argparse.Namespace) -> int:
         tuple(options.seconds),
         options.shrink,
         options.out / "gpu-state.tgz",
-        options.recurrences,
-        options.repeats,
+        _extent(options, HOUR),
         tuple(options.tasks),
     )
     hour.exit_in_time()
-    write_whole(options.state / MACHINE, json.dumps(machine(GPU)) + "\n")
+    write_whole(options.state / MACHINE, json.dumps(machine(GPU) | {"texts": python_files()[1]}) + "\n")
+    if options.targets is not None:
+        hour.take_targets(options.targets)
     hour.say(f"a call of {options.minutes:g} minutes, {end_s - time.monotonic():.0f} s left")
     try:
         left = hour.measure()
     finally:
         pack(hour.state.directory, hour.pack_to)
+        if hour.state.records:
+            _write_results(options)
     hour.say(f"at least {left} steps are left: run the same command again" if left else "all steps are done")
-    if hour.state.records:
-        results = hour_results(options.state)
-        write_whole(options.out / "gpu-results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-        tables = proof_tables(results)
-        page = "\n\n".join(f"{mark_of(name)}\n{table}" for name, table in tables.items())
-        write_whole(options.out / "gpu-page.md", page + "\n")
     pack(hour.state.directory, hour.pack_to)
     return LEFT_STATUS if left else 0
+
+
+def _write_results(options: argparse.Namespace) -> None:
+    results = hour_results(options.state)
+    write_whole(options.out / "gpu-results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    page = "\n\n".join(f"{mark_of(name)}\n{table}" for name, table in proof_tables(results).items())
+    write_whole(options.out / "gpu-page.md", page + "\n")
 
 
 def hour_results(directory: Path) -> dict[str, Any]:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from benchmarks.recurrences.harness import BROKEN, MAX_BROKEN
 from benchmarks.recurrences.plan import Step, order_of
 from benchmarks.recurrences.tasks import Task
 from benchmarks.reports import Record
 
-SECONDS = (20.0, 60.0)
+SECONDS = (40.0, 60.0)
 """Least and most seconds of training that the default size should need to reach the target."""
 
 ENOUGH_SIZES = 3
 """Number of sizes that should reach the target."""
 
+ENOUGH_EVALUATIONS = 20
+"""Number of evaluations that a run at the default size should have until the target."""
+
+LEAST_LOAD = 0.7
+"""Least mean power at the default size, as a share of the power limit, unless a task is launch-bound."""
+
+IDLE_S = 10.0
+"""Seconds for which the idle power is measured: before CUDA starts in the process, and after."""
+
 _LONGEST_RUN = 4.0
 """Limit of the seconds of a run at the slowest calibrated size, as a multiple of the upper limit in `seconds`."""
-
-_NEIGHBOURS = (2.0, 0.5, 4.0, 0.25)
-"""Further sizes to train if too few sizes reach the target, as multiples of the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +47,47 @@ class Target:
     problem: str = ""
 
 
-def next_step(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -> Step | None:
-    """Return the next training of a task's calibration, or None if the calibration is complete.
+def calibration_steps(task: Task, seconds: float) -> list[Step]:
+    """Return a task's trainings before its target is known, each of `seconds`.
 
-    Args:
-        task: The task.
-        records: Records of this task's calibration trainings.
-        seconds: Least and most seconds of training that the default size should need to reach the target.
+    They are the warm-up run, which measures the idle power and is discarded, and the default, the smallest and the
+    largest size.
     """
-    tried = Counter(record["batch_size"] for record in records)
-    broken = Counter(record["batch_size"] for record in records if record["state"] == BROKEN)
-    done = {size for size in tried if tried[size] > broken[size] or broken[size] >= MAX_BROKEN}
-    sizes = [task.default_batch_size, task.batch_sizes[0], task.batch_sizes[-1]]
-    if all(size in done for size in sizes) and len(target(task, records, seconds).reached_s) < ENOUGH_SIZES:
-        sizes += [size for each in _NEIGHBOURS if (size := round(each * task.default_batch_size)) in task.batch_sizes]
-    missing = [size for size in sizes if size not in done]
-    if not missing or (len(done) > ENOUGH_SIZES and len(target(task, records, seconds).reached_s) >= ENOUGH_SIZES):
-        return None
-    size = missing[0]
-    order = order_of(
-        task,
-        job_id=f"{task.name}-calibrate",
-        seed=7,
-        batch_size=size,
-        with_callback=False,
-        seconds=seconds[1],
+    sizes = [task.default_batch_size] * 2 + [task.batch_sizes[0], task.batch_sizes[-1]]
+    orders = [
+        order_of(task, job_id="", seed=7, batch_size=size, with_callback=False, seconds=seconds, idle_s=idle_s)
+        for size, idle_s in zip(sizes, [IDLE_S / task.shrink, None, None, None], strict=True)
+    ]
+    return [
+        Step("warm-up" if order.idle_s else "calibrate", task.name, 0, 0, str(order.batch_size), order)
+        for order in orders
+    ]
+
+
+def load_problem(task: Task, mean_w: float, limit_w: float) -> str:
+    """Return the remedy if the default size draws too little power for the task to count, else ""."""
+    if task.is_launch_bound or mean_w >= LEAST_LOAD * limit_w:
+        return ""
+    return (
+        f"{task.name} draws {mean_w:.0f} W of {limit_w:.0f} W at its default size {task.default_batch_size}, less than"
+        f" {LEAST_LOAD:.0%}: mostly idle energy would be compared. Raise the default size, or the width or the input of"
+        " the model, in benchmarks/recurrences, or measure on a smaller GPU"
     )
-    return Step("calibrate", task.name, 0, 0, str(size), order)
+
+
+def drift_problem(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -> str:
+    """Return the reason, if the first two recurrences at the default (`records`) do not fit the target, else ""."""
+    first = [record for record in records if record["number"] < 2]
+    missed = sum(not record["reached"] for record in first)
+    times_s = [record["time_s"] for record in first if record["reached"]]
+    fits = all(seconds[0] / 2 <= time_s <= 2 * seconds[1] for time_s in times_s)
+    if len(first) < 2 or (fits and not missed):
+        return ""
+    told = ", ".join(f"{time_s:.0f} s" for time_s in times_s) or "no run"
+    return (
+        f"the target {task.target:g} of {task.name} does not fit any more: of {len(first)} runs at the default,"
+        f" {missed} missed it, and the others took {told}. Calibrate anew: remove gpu-state.tgz, without --targets"
+    )
 
 
 def target(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -> Target:
@@ -99,8 +118,11 @@ def target(task: Task, records: Sequence[Record], seconds: tuple[float, float]) 
     problems = [] if is_in_time else [f"the default size reaches it outside of {seconds[0]:g} to {seconds[1]:g} s"]
     if count < ENOUGH_SIZES:
         problems.append(f"only {count} of {len(curves)} sizes reach it")
-    epochs = next(place for place, (_, best) in enumerate(default, start=1) if best >= value)
-    slowest_s = max(curve[-1][0] / len(curve) for curve in curves.values())
+    evaluations = next(place for place, (_, best) in enumerate(default, start=1) if best >= value)
+    if evaluations < ENOUGH_EVALUATIONS:
+        problems.append(f"the default size evaluates only {evaluations} times")
+    epochs = math.ceil(evaluations / task.evaluations)
+    slowest_s = task.evaluations * max(curve[-1][0] / len(curve) for curve in curves.values())
     max_epochs = max(epochs + 2, min(3 * epochs, int(_LONGEST_RUN * seconds[1] / slowest_s)))
     metric = value if task.higher_is_better else -value
     return Target(float(f"{metric:.3g}"), max_epochs, reached_s, "; ".join(problems))

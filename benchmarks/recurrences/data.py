@@ -5,9 +5,13 @@ Each recurrence gets fresh data, as in production: its seed draws another sample
 
 from __future__ import annotations
 
+import hashlib
 import re
+import sysconfig
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -21,7 +25,6 @@ _TOPICS = 3
 _VOCABULARY = 800
 _UNKNOWN = 1
 _STRETCH = 4 * BLOCK
-_CHAINS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,49 +99,62 @@ def excerpts(
     return Data(train, held_out, classes=classes, vocabulary=len(codes) + 2)
 
 
-def images(seed: int, *, pixels: int, samples: int, contrast: float, classes: int = 10, device: str = "cpu") -> Data:
-    """Return generated images of bytes, shape (n, 3, pixels, pixels): one wave pattern per class, in strong noise.
+class Images:
+    """Generated images of bytes, shape (n, 3, pixels, pixels): one wave pattern per class, in strong noise.
 
     The noise is uniform over all byte values, with a standard deviation of 74 levels; `contrast` is the standard
-    deviation of the patterns, in levels. The last tenth of the images is used for validation.
+    deviation of the patterns, in levels. `draw` returns other images at each call, made on the device.
     """
-    waves = torch.Generator().manual_seed(0)  # a constant seed: all recurrences share the classes
-    coarse = torch.randn(classes, 3, 8, 8, generator=waves)
-    patterns = torch.nn.functional.interpolate(coarse, size=(pixels, pixels), mode="bilinear")
-    levels = (contrast * patterns).round().to(torch.int16).to(device)
-    source = torch.Generator(device).manual_seed(seed)
-    labels = torch.randint(0, classes, (samples,), generator=source, device=device)
-    noisy = torch.empty(samples, 3, pixels, pixels, dtype=torch.uint8, device=device)
-    noisy.random_(0, 256, generator=source)
-    for first in range(0, samples, 512):  # 16-bit integers of all images would fill over 1 GiB
-        part = noisy[first : first + 512]
-        part.copy_((part + levels[labels[first : first + 512]]).clamp_(0, 255))
-    return _tail_validates(noisy, labels, classes=classes)
+
+    classes = 10
+
+    def __init__(self, seed: int, *, pixels: int, contrast: float, device: str = "cpu") -> None:
+        waves = torch.Generator().manual_seed(0)  # a constant seed: all recurrences share the classes
+        coarse = torch.randn(self.classes, 3, 8, 8, generator=waves)
+        patterns = torch.nn.functional.interpolate(coarse, size=(pixels, pixels), mode="bilinear")
+        self._levels = (contrast * patterns).round().to(torch.int16).to(device)
+        self._source = torch.Generator(device).manual_seed(seed)
+
+    def draw(self, count: int) -> list[Tensor]:
+        """Return `count` new images and their classes."""
+        device = self._levels.device
+        labels = torch.randint(0, self.classes, (count,), generator=self._source, device=device)
+        noise = torch.empty(count, *self._levels.shape[1:], dtype=torch.int16, device=device)
+        noise.random_(0, 256, generator=self._source)
+        return [(noise + self._levels[labels]).clamp_(0, 255).to(torch.uint8), labels]
 
 
-def sentences(seed: int, *, samples: int, length: int, vocabulary: int) -> Data:
-    """Return generated text, shape (n, length), made of words from four Markov chains; the targets equal the inputs.
+@cache
+def python_files() -> tuple[tuple[bytes, ...], str]:
+    """Return the files of Python's standard library in a fixed order, and a hash of their names and contents."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"site-packages", "dist-packages", "test", "tests"}
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
+    kept = [name for name in names if not left_out & set(name.parts)]
+    contents = tuple((folder / name).read_bytes() for name in kept)
+    told = b"".join(bytes(name) + content for name, content in zip(kept, contents, strict=True))
+    return contents, f"{len(kept)} files, SHA-256 {hashlib.sha256(told).hexdigest()[:16]}"
 
-    Each word has eight possible successors with unequal odds, so that a language model can learn to predict them.
+
+class Bytes:
+    """Blocks of `length` bytes of Python's own files, for a language model.
+
+    Each tenth file is used to validate. Of the others, another 80 % are used with each seed to train.
     """
-    rng = np.random.default_rng(0)
-    followers = rng.integers(2, vocabulary, (_CHAINS, vocabulary, 8))
-    odds = np.cumsum([0.6, 0.2, 0.1, 0.04, 0.02, 0.02, 0.01, 0.01])
-    rng = np.random.default_rng(seed)
-    chains = rng.integers(0, _CHAINS, samples)
-    words = np.empty((samples, length), dtype=np.int64)
-    words[:, 0] = rng.integers(2, vocabulary, samples)
-    for place in range(1, length):
-        choice = np.minimum(np.searchsorted(odds, rng.random(samples)), 7)
-        words[:, place] = followers[chains, words[:, place - 1], choice]
-    texts = torch.from_numpy(words)
-    return _tail_validates(texts, texts, vocabulary=vocabulary)
 
+    def __init__(self, seed: int, length: int) -> None:
+        self._rng, self._length = np.random.default_rng(seed), length
+        files, _ = python_files()
+        others = [file for place, file in enumerate(files) if place % 10 != 9]
+        chosen = self._rng.choice(len(others), round(0.8 * len(others)), replace=False)
+        self._train = np.frombuffer(b"".join(others[place] for place in chosen), np.uint8)
+        self._held_out = np.frombuffer(b"".join(files[9::10]), np.uint8)
 
-def _tail_validates(inputs: Tensor, targets: Tensor, *, classes: int = 0, vocabulary: int = 0) -> Data:
-    """Split off the last tenth for validation, which is a random choice because generated samples have no order."""
-    first = len(inputs) - len(inputs) // 10
-    return Data((inputs[:first], targets[:first]), (inputs[first:], targets[first:]), classes, vocabulary)
+    def draw(self, *, is_train: bool = True) -> Tensor:
+        """Return one new block, shape (`length`,)."""
+        codes = self._train if is_train else self._held_out
+        start = self._rng.integers(len(codes) - self._length + 1)
+        return torch.from_numpy(codes[start : start + self._length].astype(np.int64))
 
 
 def _split(

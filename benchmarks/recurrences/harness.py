@@ -22,6 +22,7 @@ from benchmarks.recurrences.tasks import REFUSED
 from benchmarks.reports import Record
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.demo.processes import Launcher
+from zeus_plugins.energy import EnergyMonitor
 from zeus_plugins.protocol import Ending, TrialId, TrialState
 
 RECORDS = "runs.jsonl"
@@ -29,6 +30,8 @@ DATABASE = "bso.sqlite3"
 
 BROKEN = "broken"
 """State of a training that ended with an error."""
+
+_PROCESS = "process"
 
 MAX_BROKEN = 2
 """Number of broken trainings after which a step is given up."""
@@ -106,12 +109,19 @@ class Trainings:
         server_url: URL of the server.
         end_s: Time on the monotonic clock at which a running training is ended without a record; None: never.
         keeps_broken: Whether to record a training that broke, instead of raising an error.
+        monitor: Measures the energy of whole processes, `process_j`; None: nothing does.
     """
 
     def __init__(
-        self, state: State, server_url: str, *, end_s: float | None = None, keeps_broken: bool = False
+        self,
+        state: State,
+        server_url: str,
+        *,
+        end_s: float | None = None,
+        keeps_broken: bool = False,
+        monitor: EnergyMonitor | None = None,
     ) -> None:
-        self._state, self._server_url = state, server_url
+        self._state, self._server_url, self._monitor = state, server_url, monitor
         self._end_s, self._keeps_broken = end_s, keeps_broken
         self._launcher = Launcher("benchmarks.recurrences.training")
 
@@ -133,7 +143,10 @@ class Trainings:
         begun_at, begun_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         file.unlink(missing_ok=True)
         arguments = ["--order", order.to_json(), "--server-url", self._server_url, "--output", str(file)]
+        if self._monitor is not None:
+            self._monitor.begin_window(_PROCESS)
         process = self._launcher.start(arguments, log)
+        process_j = None
         try:
             process.join(None if self._end_s is None else max(0.0, self._end_s - time.monotonic()))
             if process.is_alive():
@@ -141,6 +154,8 @@ class Trainings:
         finally:
             process.terminate()  # after a timeout or an interruption, the process still runs
             process.join()
+            if self._monitor is not None:
+                process_j = self._monitor.end_window(_PROCESS).energy_j
         outcome: Record = json.loads(file.read_text("utf-8")) if file.exists() else {"state": BROKEN, "detail": ""}
         if process.exitcode not in (0, FAILED_STATUS) or outcome["state"] == BROKEN:
             told = outcome["detail"] or f"exit status {process.exitcode}"
@@ -148,12 +163,13 @@ class Trainings:
                 raise BenchmarkError(f"a training broke: {told.strip()} ({log} may say more)")
             size = order.batch_size or order.training.default_batch_size
             nothing: Record = dict.fromkeys(("time_s", "energy_j", "cost_j"), 0.0)
-            nothing |= dict.fromkeys(("idle_w", "peak_w", "memory_gib", "energy_source"))
+            nothing |= dict.fromkeys(("peak_w", "memory_gib", "energy_source"))
             outcome = {"batch_size": size, "reached": False, "curve": [], **nothing, **outcome}
             outcome |= {"state": BROKEN, "detail": told.strip()}
         file.unlink(missing_ok=True)
         process_s = time.monotonic() - begun_s
-        return {**outcome, "begun_at": begun_at, "process_s": process_s, "load_1": os.getloadavg()[0]}
+        of_process = {"process_s": process_s, "process_j": process_j}
+        return {**outcome, "begun_at": begun_at, **of_process, "load_1": os.getloadavg()[0]}
 
 
 def is_done(step: Step, tried: Sequence[Record]) -> bool:

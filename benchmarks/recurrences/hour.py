@@ -1,7 +1,7 @@
 """A measurement of one hour on a GPU, in calls of a few minutes: ``python -m benchmarks.recurrences hour``.
 
-Each call resumes where the last one ended or was killed: it checks the GPU, calibrates the targets, measures the steps
-of `hour_steps`, and writes the results so far. It also packs the state into one archive.
+Each call resumes where the last one ended or was killed: it checks the GPU, then calibrates the target of each task and
+measures the task, and writes the results so far. It also packs the state into one archive.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.processes import BenchmarkError
-from benchmarks.recurrences.calibration import Target, calibrated, next_step, target
+from benchmarks.recurrences.calibration import (
+    Target,
+    calibrated,
+    calibration_steps,
+    drift_problem,
+    load_problem,
+    target,
+)
 from benchmarks.recurrences.harness import (
     BROKEN,
     DATABASE,
@@ -35,10 +42,11 @@ from benchmarks.recurrences.harness import (
     withdraw_unfinished,
     write_whole,
 )
-from benchmarks.recurrences.plan import Extent, Step, steps
-from benchmarks.recurrences.tasks import GPU, HOUR_CONTENDERS, HOUR_TASKS, Task, tasks_for
+from benchmarks.recurrences.plan import Extent, Stage, Step, steps
+from benchmarks.recurrences.tasks import DEFAULT, GPU, HOUR_CONTENDERS, HOUR_TASKS, Task, tasks_for
 from benchmarks.reports import Record
 from zeus_plugins.client.http import BsoClient
+from zeus_plugins.energy import auto
 
 LEFT_STATUS = 3
 """Exit status if steps are left: run the same command again."""
@@ -63,8 +71,8 @@ START_S = 6.0
 PACK_S = 20.0
 """Minimum seconds between two packings of the state, which changes only when a training ends."""
 
-RECURRENCES = 12
-REPEATS = 3
+HOUR = Extent(seeds=1, recurrences=10, repeats=1, pairs=0, contenders=HOUR_CONTENDERS)
+"""The extent of a task: a job of ten recurrences by each contender, and a run of each size."""
 
 _CHECK_LIMIT_S = 240.0
 _PACKED = (RECORDS, GPU_CHECK, MACHINE, TARGETS, LOG)
@@ -81,8 +89,7 @@ class Hour:
         seconds: Least and most seconds that the default size should need to reach the target.
         shrink: See `Task`.
         pack_to: File into which the state is packed.
-        recurrences: Recurrences of each job.
-        repeats: Runs of each size.
+        extent: Extent of each task.
         tasks: Names of the tasks.
     """
 
@@ -91,8 +98,7 @@ class Hour:
     seconds: tuple[float, float]
     shrink: int
     pack_to: Path
-    recurrences: int = RECURRENCES
-    repeats: int = REPEATS
+    extent: Extent = HOUR
     tasks: tuple[str, ...] = HOUR_TASKS
 
     def say(self, what: str) -> None:
@@ -112,7 +118,7 @@ class Hour:
         """Check the GPU, calibrate and measure until the call must end; return the number of steps that are left.
 
         Raises:
-            BenchmarkError: The server did not start, or each of the first trainings ended with an error.
+            BenchmarkError: The server did not start, each of the first trainings ended with an error, or see `left`.
         """
         self._check_gpu()
         packed_s = time.monotonic()
@@ -122,7 +128,7 @@ class Hour:
         with served(self.state.directory) as url:
             with BsoClient(url) as client:
                 withdraw_unfinished(client)
-            trainings = Trainings(self.state, url, end_s=end_s, keeps_broken=True)
+            trainings = Trainings(self.state, url, end_s=end_s, keeps_broken=True, monitor=auto())
             while left := self.left():
                 step = left[0]
                 if not is_first and time.monotonic() + expected_s(step, self.state.records) > end_s:
@@ -142,44 +148,70 @@ class Hour:
         return len(self.left())
 
     def left(self) -> list[Step]:
-        """Return the steps that are not done.
+        """Return the steps that are not done, task by task; of a task without a target, only its calibration.
 
-        Until every task has a target, these steps are the next calibration training of each task without a target.
+        Raises:
+            BenchmarkError: A task draws too little power, or its target does not fit any more.
         """
-        calibrating = [
-            step
-            for task in self._tasks()
-            if (step := next_step(task, self._calibrations(task), self.seconds)) is not None
-        ]
-        if calibrating:
-            return calibrating
-        if not (self.state.directory / TARGETS).exists():
-            self._write_targets()
-        tasks = [calibrated(task, found) for task, found in zip(self._tasks(), self.targets().values(), strict=True)]
-        planned = hour_steps(tasks, self.recurrences, self.repeats)
-        return [step for step in planned if not is_done(step, self.state.of(step.key))]
+        return [step for task in self._tasks() for step in self._left(task) if not self._is_done(step)]
+
+    def _left(self, task: Task) -> list[Step]:
+        warm_up, *calibrating = calibration_steps(task, self.seconds[1])
+        found = self.targets().get(task.name)
+        if self.shrink == 1:
+            self._require_fit(task, found)
+        if found is None and not all(map(self._is_done, [warm_up, *calibrating])):
+            return [warm_up, *calibrating]
+        if not self._is_done(warm_up):
+            return [warm_up]
+        return list(steps([calibrated(task, found or self._calibrated(task))], self.extent))
+
+    def _require_fit(self, task: Task, found: Target | None) -> None:
+        """Raise `BenchmarkError` if the default draws too little power, or its first runs do not fit the target."""
+        recurrences = [each for each in self._records("recurrence", task) if each["who"] == DEFAULT]
+        calibrating = self._records("calibrate", task)
+        runs = [each for each in calibrating if each["batch_size"] == task.default_batch_size] + recurrences
+        limit_w = next((each["limit_w"] for each in self._records("warm-up", task) if each.get("limit_w")), None)
+        problem = ""
+        if runs and runs[0]["time_s"] and limit_w:
+            problem = load_problem(task, runs[0]["energy_j"] / runs[0]["time_s"], limit_w)
+        if found is not None:
+            problem = problem or drift_problem(calibrated(task, found), recurrences, self.seconds)
+        if problem:
+            raise BenchmarkError(problem)
 
     def targets(self) -> dict[str, Target]:
         """Return the target of each calibrated task."""
         file = self.state.directory / TARGETS
-        return {name: Target(**found) for name, found in json.loads(file.read_text("utf-8")).items()}
+        found = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        return {name: Target(**each) for name, each in found.items()}
 
-    def _write_targets(self) -> None:
-        found = {task.name: target(task, self._calibrations(task), self.seconds) for task in self._tasks()}
-        write_whole(self.state.directory / TARGETS, json.dumps({name: asdict(each) for name, each in found.items()}))
-        for name, each in found.items():
-            reached = ", ".join(f"{size} after {at_s:.1f} s" for size, at_s in sorted(each.reached_s.items()))
-            problem = f" BUT {each.problem}" if each.problem else ""
-            self.say(
-                f"target of {name}: {each.metric:g} within {each.max_epochs} epochs; "
-                f"reached by {reached or 'no size'}{problem}"
-            )
+    def take_targets(self, file: Path) -> None:
+        """Take the targets of an earlier measurement, for tasks that have no target yet."""
+        self._write_targets({name: Target(**each) for name, each in json.loads(file.read_text("utf-8")).items()})
+
+    def _write_targets(self, found: dict[str, Target]) -> None:
+        known = {name: asdict(each) for name, each in (found | self.targets()).items()}
+        write_whole(self.state.directory / TARGETS, json.dumps(known))
+
+    def _calibrated(self, task: Task) -> Target:
+        found = target(task, self._records("calibrate", task), self.seconds)
+        self._write_targets({task.name: found})
+        reached = ", ".join(f"{size} after {at_s:.1f} s" for size, at_s in sorted(found.reached_s.items()))
+        self.say(
+            f"target of {task.name}: {found.metric:g} within {found.max_epochs} epochs; "
+            f"reached by {reached or 'no size'}{f' BUT {found.problem}' if found.problem else ''}"
+        )
+        return found
 
     def _tasks(self) -> list[Task]:
         return tasks_for(GPU, self.tasks, shrink=self.shrink)
 
-    def _calibrations(self, task: Task) -> list[Record]:
-        return [each for each in self.state.records if (each["stage"], each["task"]) == ("calibrate", task.name)]
+    def _records(self, stage: Stage, task: Task) -> list[Record]:
+        return [each for each in self.state.records if (each["stage"], each["task"]) == (stage, task.name)]
+
+    def _is_done(self, step: Step) -> bool:
+        return is_done(step, self.state.of(step.key))
 
     def _check_gpu(self) -> None:
         """Run `benchmarks.gpu_check` once, before anything uses the GPU."""
@@ -210,19 +242,6 @@ class Hour:
         records = self.state.records
         if len(records) >= _SEEN_BROKEN and all(each["state"] == BROKEN for each in records):
             raise BenchmarkError(f"the first {len(records)} trainings broke: {records[-1]['detail']}")
-
-
-def hour_steps(tasks: Sequence[Task], recurrences: int = RECURRENCES, repeats: int = REPEATS) -> list[Step]:
-    """Return the steps after the calibration, ordered so that the results are useful even if the hour ends early.
-
-    Each task has a job of `recurrences` recurrences. After every fourth recurrence follow a run of each size and a
-    pair of trainings with and without the callback, up to `repeats` times. A second job of each task comes last, with
-    recurrences only.
-    """
-    first = Extent(seeds=1, recurrences=recurrences, repeats=repeats, pairs=repeats, contenders=HOUR_CONTENDERS)
-    second = replace(first, first_seed=1, repeats=0, pairs=0)
-    planned = [*steps(tasks, first), *steps(tasks, second)]
-    return sorted(planned, key=lambda step: (step.seed, _place(step)))
 
 
 def _broken_check(problem: str) -> dict[str, Any]:
@@ -270,16 +289,9 @@ def _back_up(database: Path, copy: Path) -> None:
         destination.close()
 
 
-def _place(step: Step) -> float:
-    """Return the position of a step among the steps of its seed, counted in recurrences."""
-    if step.stage == "recurrence":
-        return step.number
-    return 4 * step.number + (3.3 if step.stage == "size" else 3.6)
-
-
 def _told(record: Record) -> str:
     curve = record.get("curve") or []
-    metric = f", {len(curve)} epochs to {curve[-1][2]:.3g}" if curve else ""
+    metric = f", {len(curve)} evaluations to {curve[-1][2]:.3g}" if curve else ""
     return (
         f"{record['key']}: size {record['batch_size']}, {record['state']}{metric}, {record['time_s']:.1f} s, "
         f"{record['energy_j']:.0f} J, process {record['process_s']:.1f} s, load {record['load_1']:.1f}"

@@ -29,15 +29,12 @@ from benchmarks.recurrences.tasks import GPU
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.training.trial import TrialInfo
 
-_VOCABULARY = 400
-"""Number of words in generated text: few enough that a model learns the successors of each in several epochs."""
-
 PRETRAINED = "pretrained.pt"
 """File with the weights from which task ``fine-tuning`` starts, in the folder of a measurement."""
 
 _PRETRAINING_STEPS = 25
 
-_WARMUP_EPOCHS = 0.6
+_WARMUP_EPOCHS = 2.0
 """Epochs of learning-rate warm-up in the tasks for a GPU."""
 
 
@@ -54,10 +51,24 @@ class _Samples(Dataset[dict[str, Tensor]]):
         return {"input_ids": self._inputs[place], "labels": self._labels[place]}
 
 
+class _Drawn(Dataset[dict[str, Tensor]]):
+    """A dataset of new blocks at each reading; the labels of a language model are its inputs."""
+
+    def __init__(self, texts: data.Bytes, samples: int) -> None:
+        self._texts, self._samples = texts, samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        block = self._texts.draw()
+        return {"input_ids": block, "labels": block}
+
+
 def train(run: Run) -> TrialInfo | None:
     """Train once; return the trial, or None without the callback."""
     task, order = run.task, run.order
-    samples, model, lr = _making(run)
+    samples, model, lr, texts = _making(run)
     epochs = order.epochs or task.max_epochs
     callbacks: list[TrainerCallback] = []
     zeus = None
@@ -80,7 +91,7 @@ def train(run: Run) -> TrialInfo | None:
             learning_rate=lr,
             # Without warm-up, an untrained model with twelve post-norm layers may never start to learn.
             lr_scheduler_type="constant_with_warmup" if task.device == GPU else schedule,
-            warmup_steps=_WARMUP_EPOCHS / epochs if task.device == GPU else 0,
+            warmup_steps=min(0.5, _WARMUP_EPOCHS / epochs) if task.device == GPU else 0,
             eval_strategy="epoch",
             save_strategy="no",
             logging_strategy="no",
@@ -92,7 +103,7 @@ def train(run: Run) -> TrialInfo | None:
             dataloader_pin_memory=on_gpu,
             prediction_loss_only=not is_classifier,
         ),
-        train_dataset=_Samples(*samples.train),
+        train_dataset=_Samples(*samples.train) if texts is None else _Drawn(texts, task.samples),
         eval_dataset=_Samples(*samples.validation),
         compute_metrics=_accuracy if is_classifier else None,
         callbacks=callbacks,
@@ -126,22 +137,23 @@ def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float((guesses.argmax(axis=-1) == prediction.label_ids).mean())}
 
 
-def _making(run: Run) -> tuple[data.Data, PreTrainedModel, float]:
-    """Return the data, the model, and the learning rate at the default size."""
+def _making(run: Run) -> tuple[data.Data, PreTrainedModel, float, data.Bytes | None]:
+    """Return the data, the model, the learning rate at the default size, and the source of training data on a GPU."""
     seed, shrink = run.order.seed, run.task.shrink
     if run.task.name == "characters":
         blocks = data.characters(seed)
-        return blocks, _gpt2(blocks.vocabulary, width=32, layers=1, heads=2, length=data.BLOCK), 0.003
+        return blocks, _gpt2(blocks.vocabulary, width=32, layers=1, heads=2, length=data.BLOCK), 0.003, None
     if run.task.name == "topics":
         excerpts = data.excerpts(seed)
-        return excerpts, _bert(excerpts, width=32, layers=1, heads=2, length=data.BLOCK), 0.001
+        return excerpts, _bert(excerpts, width=32, layers=1, heads=2, length=data.BLOCK), 0.001, None
     if run.task.name == "fine-tuning":
-        return (*_pretrained(run), 5e-5)
-    width, layers, heads = max(48, 768 // shrink**2 // 12 * 12), max(1, 12 // shrink**2), 12
-    samples, vocabulary = max(2_200 // shrink**2, 400), max(100, _VOCABULARY // shrink)
-    texts = data.sentences(seed, samples=samples, length=max(16, 512 // shrink**2), vocabulary=vocabulary)
-    # The labels of a language model are its inputs; the model shifts the labels by one word itself.
-    return texts, _gpt2(texts.vocabulary, width=width, layers=layers, heads=heads, length=1024), 0.0003 * shrink
+        return (*_pretrained(run), 5e-5, None)
+    length = max(16, 512 // shrink**2)
+    texts = data.Bytes(seed, length)
+    held_out = torch.stack([texts.draw(is_train=False) for _ in range(128)])
+    width, layers = max(64, 1024 // shrink**2), max(1, 24 // shrink**2)
+    model = _gpt2(256, width=width, layers=layers, heads=16, length=length)
+    return data.Data((held_out, held_out), (held_out, held_out), vocabulary=256), model, 0.0003 * shrink, texts
 
 
 def _pretrained(run: Run) -> tuple[data.Data, PreTrainedModel]:

@@ -50,7 +50,9 @@ class Learner(LightningModule):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the network's output; scale images that consist of bytes to 0 to 1."""
-        outputs = self.network(inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs)
+        if inputs.dtype == torch.uint8:
+            inputs = (inputs.float() / 255).contiguous(memory_format=torch.channels_last)
+        outputs = self.network(inputs)
         answer: Tensor = getattr(outputs, "logits", outputs)
         return answer
 
@@ -86,7 +88,7 @@ def optimizer_of(name: str, parameters: Iterable[nn.Parameter], lr: float) -> to
 def train(run: Run) -> TrialInfo | None:
     """Train once; return the trial, or None without the callback."""
     task, order = run.task, run.order
-    samples, network, optimizer, lr = making(run)
+    samples, network, optimizer, lr = _of_images(run) if task.device == GPU else making(run)
     callbacks: list[Callback] = []
     zeus = None
     if order.with_callback:
@@ -105,6 +107,7 @@ def train(run: Run) -> TrialInfo | None:
         devices=1,
         precision="bf16-mixed" if on_gpu else "32-true",
         max_epochs=order.epochs or task.max_epochs,
+        val_check_interval=1 / task.evaluations,
         callbacks=callbacks,
         default_root_dir=run.folder,
         logger=False,
@@ -114,9 +117,14 @@ def train(run: Run) -> TrialInfo | None:
         num_sanity_val_steps=0,
         log_every_n_steps=1,
     )
-    loader = _batches_at_once if task.device == GPU else batches_of_samples
-    train_loader = loader(samples.train, run.batch_size, shuffle=True)
-    validation_loader = loader(samples.validation, _VALIDATION_BATCH, shuffle=False)
+    if isinstance(samples, data.Data):
+        train_loader = batches_of_samples(samples.train, run.batch_size, shuffle=True)
+        validation_loader = batches_of_samples(samples.validation, _VALIDATION_BATCH, shuffle=False)
+    else:
+        drawn = _Drawn(samples, task.samples)
+        train_loader = DataLoader(drawn, run.batch_size, shuffle=True, collate_fn=_as_it_is)
+        kept = samples.draw(max(60, 1000 // task.shrink**2))
+        validation_loader = batches_of_samples(kept, _VALIDATION_BATCH, shuffle=False)
     trainer.fit(Learner(network, task.metric, optimizer, lr), train_loader, validation_loader)
     return None if zeus is None else zeus.trial
 
@@ -133,25 +141,20 @@ class _Watching(Callback):
         trainer.should_stop = self._curve.add(trainer.callback_metrics[self._metric].item())
 
 
-class _AtOnce(Dataset[list[Tensor]]):
-    """A dataset that reads a batch in one indexing operation, because a GPU would wait for single samples."""
+class _Drawn(Dataset[list[Tensor]]):
+    """A dataset that draws a batch in one operation, because a GPU would wait for single samples."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, images: data.Images, samples: int) -> None:
+        self._images, self._samples = images, samples
 
     def __len__(self) -> int:
-        return len(self._tensors[0])
+        return self._samples
 
     def __getitem__(self, place: int) -> list[Tensor]:
-        return [each[place] for each in self._tensors]
+        return [each[0] for each in self._images.draw(1)]
 
     def __getitems__(self, places: list[int]) -> list[Tensor]:
-        return [each[places] for each in self._tensors]
-
-
-def _batches_at_once(tensors: Sequence[Tensor], size: int, *, shuffle: bool) -> DataLoader[list[Tensor]]:
-    pin = torch.cuda.is_available() and not tensors[0].is_cuda
-    return DataLoader(_AtOnce(tensors), size, shuffle=shuffle, collate_fn=_as_it_is, pin_memory=pin)
+        return self._images.draw(len(places))
 
 
 def _as_it_is(batch: list[Tensor]) -> list[Tensor]:
@@ -164,8 +167,8 @@ def batches_of_samples(tensors: Sequence[Tensor], size: int, *, shuffle: bool) -
 
 
 def making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
-    """Return data, network, the optimizer's name, and the learning rate at the default size."""
-    order, shrink = run.order, run.task.shrink
+    """Return data, network, the optimizer's name, and the learning rate at the default size, of a task for a CPU."""
+    order = run.order
     if run.task.name in ("digits", "digits-adam"):
         network = nn.Sequential(
             nn.Conv2d(1, 16, kernel_size=3, padding=1),
@@ -178,18 +181,22 @@ def making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
             nn.Linear(32 * 2 * 2, 10),
         )
         return data.digits(order.seed), network, *(("sgd", 0.01) if run.task.name == "digits" else ("adam", 0.001))
-    if run.task.name in ("tabular", "drift"):
-        network = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-        return data.friedman(order.seed, drifted=order.drifted), network, "adamw", 0.002
+    network = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    return data.friedman(order.seed, drifted=order.drifted), network, "adamw", 0.002
+
+
+def _of_images(run: Run) -> tuple[data.Images, nn.Module, str, float]:
+    """Return the source of images and the network of a task for a GPU, and like `making` the other values."""
+    order, shrink = run.order, run.task.shrink
     depth, pixels = {"resnet18": (18, 64), "resnet50": (50, 160)}[run.task.name]
-    pictures = data.images(
+    pictures = data.Images(
         order.seed,
         pixels=max(16, pixels // shrink),
-        samples=max(5_000 // shrink**2, 400),
         contrast=min(100.0, _CONTRASTS[run.task.name] * shrink**2),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     residual = _resnet(depth, classes=pictures.classes, width=max(8, 64 // shrink), shrink=shrink)
+    residual.to(memory_format=torch.channels_last)  # type: ignore[call-arg]  # Hugging Face's wrapper hides `self`
     return pictures, residual, "adamw", 0.001 * shrink
 
 

@@ -11,7 +11,7 @@ from benchmarks.recurrences.tasks import CONTENDERS, DEFAULT, UNSCALED, Task
 
 T = TypeVar("T")
 
-Stage = Literal["recurrence", "size", "overhead", "calibrate"]
+Stage = Literal["recurrence", "size", "overhead", "warm-up", "calibrate"]
 
 OVERHEAD_EPOCHS = 3
 
@@ -25,7 +25,6 @@ class Extent:
         recurrences: Recurrences of each job.
         repeats: Runs of each size, for each seed; they show which size was best in hindsight.
         pairs: Pairs of trainings, with and without the callback, for each seed.
-        first_seed: Number of the first seed.
         contenders: Names of those that train in turn in each recurrence.
     """
 
@@ -33,7 +32,6 @@ class Extent:
     recurrences: int = 20
     repeats: int = 2
     pairs: int = 3
-    first_seed: int = 0
     contenders: tuple[str, ...] = CONTENDERS
 
 
@@ -47,7 +45,7 @@ class Step:
 
     Attributes:
         stage: ``recurrence``: one recurrence of a job; ``size``: a run of one size; ``overhead``: a training with or
-            without the callback; ``calibrate``: a run of one size without the callback.
+            without the callback; ``warm-up``, ``calibrate``: a run of one size without the callback.
         task: Name of the task.
         seed: Number of the job among the jobs of the task and contender.
         number: Number, from 0, of the recurrence, repeat or pair within this seed.
@@ -75,7 +73,7 @@ def steps(tasks: Sequence[Task], extent: Extent) -> Iterator[Step]:
     In each recurrence, all contenders of a task train in turn, and each recurrence begins with another contender. The
     order of the sizes, and the order of the two trainings of a pair, rotate in the same way.
     """
-    for seed in range(extent.first_seed, extent.first_seed + extent.seeds):
+    for seed in range(extent.seeds):
         for number in range(extent.recurrences):
             for task in tasks:
                 yield from _recurrence(task, seed, number, extent)

@@ -36,7 +36,8 @@ class Order:
         shrink: See `Task`.
         target: Target in place of the task's; None: the task's.
         max_epochs: Limit in place of the task's; None: the task's.
-        seconds: Length of a calibration training, which keeps the metric of each epoch; None: no calibration.
+        seconds: Length of a calibration training, which keeps the metric of each evaluation; None: no calibration.
+        idle_s: Seconds for which the idle power is measured, twice, before a training; None: not at all.
     """
 
     task: str
@@ -51,6 +52,7 @@ class Order:
     target: float | None = None
     max_epochs: int | None = None
     seconds: float | None = None
+    idle_s: float | None = None
 
     def to_json(self) -> str:
         """Return one line of JSON."""
@@ -85,11 +87,11 @@ class Order:
 
 
 class Curve:
-    """The seconds, joules and metric of a training at the end of each epoch, up to a limit of seconds.
+    """The seconds, joules and metric of a training at each evaluation, up to a limit of seconds.
 
     Args:
         monitor: Monitor that measures seconds and joules.
-        seconds: The limit, checked after each epoch.
+        seconds: The limit, checked after each evaluation.
         ceiling: Metric that ends the training before the limit; None: only the limit does.
     """
 
@@ -102,7 +104,7 @@ class Curve:
         monitor.begin_window(self._WINDOW)
 
     def add(self, metric: float) -> bool:
-        """Record the metric of the last epoch; return True if the training should end."""
+        """Record the metric of an evaluation; return True if the training should end."""
         window = self._monitor.end_window(self._WINDOW)
         self._monitor.begin_window(self._WINDOW)
         self._spent_s += window.time_s
@@ -153,7 +155,9 @@ class Outcome:
         fit_cpu_s: CPU seconds of the process during `fit_wall_s`.
         detail: Message of the error, if any.
         curve: In a calibration, seconds, joules and metric at the end of each epoch.
-        idle_w: In a calibration, mean power before the training, watts.
+        samples: Samples trained in `epochs`; None if the task does not state its samples.
+        idle_w: If measured, mean power before CUDA starts, watts.
+        context_w: If measured, mean power with a CUDA context before the training, watts.
         peak_w: In a calibration, highest power reading of the training, watts.
         limit_w: In a calibration, the GPU's power limit, watts.
         memory_gib: In a calibration, the most memory that PyTorch allocated on the GPU, GiB.
@@ -173,7 +177,9 @@ class Outcome:
     fit_cpu_s: float
     detail: str = ""
     curve: Sequence[tuple[float, float, float]] = ()
+    samples: float | None = None
     idle_w: float | None = None
+    context_w: float | None = None
     peak_w: float | None = None
     limit_w: float | None = None
     memory_gib: float | None = None

@@ -41,7 +41,6 @@ from zeus_plugins.training.trial import TrialInfo
 _WHOLE = "whole training"
 _IDLE = "idle"
 
-_IDLE_S = 2.0
 _READ_S = 0.1
 
 _PERFECT = 0.98
@@ -96,7 +95,11 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor, measurement: 
         calibration: dict[str, Any] = {}
         curve = None
         if order.seconds is not None:
-            calibration["idle_w"] = _idle_w(monitor)
+            if order.idle_s is not None:
+                calibration["idle_w"] = _idle_w(monitor, order.idle_s)
+                if torch.cuda.is_available():
+                    torch.zeros(1, device="cuda")  # opens a context
+                calibration["context_w"] = _idle_w(monitor, order.idle_s)
             curve = Curve(monitor, order.seconds, _PERFECT if task.higher_is_better else None)
         run = Run(order, task, Path(folder), measurement, curve)
         wall_s, cpu_s = time.perf_counter(), time.process_time()
@@ -131,6 +134,7 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor, measurement: 
         device=device_of(task),
         epochs=None if trial is None else trial.epoch,
         metric=None if trial is None or trial.metric is None or math.isnan(trial.metric) else trial.metric,
+        samples=None if trial is None or not task.samples else (trial.epoch or 0.0) * task.samples,
         fit_wall_s=wall_s,
         fit_cpu_s=cpu_s,
         detail=detail,
@@ -138,10 +142,10 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor, measurement: 
     )
 
 
-def _idle_w(monitor: EnergyMonitor) -> float:
-    """Measure the mean power, in watts, during `_IDLE_S` seconds before the process uses the GPU."""
+def _idle_w(monitor: EnergyMonitor, seconds: float) -> float:
+    """Measure the mean power of idle devices, in watts."""
     monitor.begin_window(_IDLE)
-    time.sleep(_IDLE_S)
+    time.sleep(seconds)
     idle = monitor.end_window(_IDLE)
     return idle.energy_j / idle.time_s
 

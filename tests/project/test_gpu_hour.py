@@ -17,19 +17,19 @@ import pytest
 from benchmarks import bundle, reports
 from benchmarks.processes import BenchmarkError
 from benchmarks.recurrences import harness, hour
-from benchmarks.recurrences.calibration import next_step, target
+from benchmarks.recurrences.calibration import calibration_steps, load_problem, target
 from benchmarks.recurrences.harness import MAX_BROKEN, State, Trainings, is_done
-from benchmarks.recurrences.hour import START_S, Hour, expected_s, hour_steps, pack
-from benchmarks.recurrences.plan import Step
+from benchmarks.recurrences.hour import HOUR, START_S, TARGETS, Hour, expected_s, pack
+from benchmarks.recurrences.plan import Step, steps
 from benchmarks.recurrences.runs import Curve, Order
-from benchmarks.recurrences.tasks import HOUR_CONTENDERS, HOUR_TASKS, tasks_for
+from benchmarks.recurrences.tasks import HOUR_TASKS, tasks_for
 from benchmarks.reports import Record, proof_results
 from benchmarks.tables import proof_tables
 from tests.support import ROOT
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.protocol import GpuConfig
 
-SECONDS = (20.0, 60.0)
+SECONDS = (40.0, 60.0)
 RESNET, GPT2 = tasks_for("gpu", HOUR_TASKS)
 
 
@@ -47,6 +47,7 @@ def calibration(size: int, curve: list[tuple[float, float, float]], number: int 
         "reached": False,
         "curve": curve,
         "idle_w": 90.0,
+        "context_w": 120.0,
         "peak_w": 690.0,
         "limit_w": 700.0,
         "memory_gib": 12.0,
@@ -66,59 +67,96 @@ def rising(epoch_s: float, *metrics: float) -> list[tuple[float, float, float]]:
 # ---- Targets
 
 
-def test_calibration_trains_default_smallest_and_largest_size() -> None:
-    records: list[Record] = []
-    sizes = []
-    while (step := next_step(RESNET, records, SECONDS)) is not None:
-        order = step.order
-        assert (order.with_callback, order.seconds) == (False, 60.0)
-        assert order.batch_size is not None
-        sizes.append(order.batch_size)
-        records.append(calibration(order.batch_size, rising(8.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8)))
-    assert sizes == [64, 16, 1024]
+def test_calibration_follows_a_warm_up_and_trains_default_smallest_and_largest_size() -> None:
+    found = calibration_steps(RESNET, 60.0)
+    assert [(step.stage, step.who) for step in found] == [
+        ("warm-up", "256"),
+        ("calibrate", "256"),
+        ("calibrate", "64"),
+        ("calibrate", "1024"),
+    ]
+    assert [step.order.idle_s for step in found] == [10.0, None, None, None]
+    assert {(step.order.with_callback, step.order.seconds) for step in found} == {(False, 60.0)}
 
 
 def test_target_is_the_first_that_the_default_reaches_in_time() -> None:
     curves = {
-        64: rising(8.0, 0.2, 0.4, 0.5, 0.6, 0.7),
-        16: rising(15.0, 0.4, 0.6, 0.8),
-        1024: rising(9.0, 0.1, 0.3, 0.5),
+        256: rising(2.0, *(place / 40 for place in range(1, 31))),
+        64: rising(3.0, *(place / 30 for place in range(1, 31))),
+        1024: rising(2.5, *(place / 50 for place in range(1, 31))),
     }
     found = target(RESNET, [calibration(size, curve) for size, curve in curves.items()], SECONDS)
-    assert found.metric == 0.45
-    assert found.reached_s == {64: 24.0, 16: 30.0, 1024: 27.0}
+    assert found.metric == 0.487
+    assert found.reached_s == {256: 40.0, 64: 45.0, 1024: 62.5}
     assert found.problem == ""
-    assert found.max_epochs == 9
+    assert found.max_epochs == 15  # three times the five epochs of four evaluations each
 
 
 def test_falling_metric_has_its_target_between_two_epochs() -> None:
-    curve = rising(10.0, 5.0, 4.0, 3.5, 3.2)
-    found = target(GPT2, [calibration(size, curve, task="gpt2-small") for size in (32, 8, 512)], SECONDS)
+    curve = rising(20.0, 5.0, 4.0, 3.5, 3.2)
+    found = target(GPT2, [calibration(size, curve, task="gpt2-medium") for size in (32, 8, 128)], SECONDS)
     assert found.metric == 4.5
-    assert found.reached_s == {8: 20.0, 32: 20.0, 512: 20.0}
+    assert found.reached_s == {8: 40.0, 32: 40.0, 128: 40.0}
+    assert found.problem == "the default size evaluates only 2 times"
 
 
-def test_further_sizes_are_trained_until_three_reach_the_target() -> None:
-    slow, good = rising(30.0, 0.1, 0.11), rising(8.0, 0.2, 0.4, 0.5, 0.6, 0.7)
-    records = [calibration(64, good), calibration(16, slow), calibration(1024, [], state="out_of_memory")]
-    assert target(RESNET, records, SECONDS).problem == "only 1 of 2 sizes reach it"
-    for size in (128, 32):
-        step = next_step(RESNET, records, SECONDS)
-        assert step is not None
-        assert step.order.batch_size == size
-        records.append(calibration(size, good))
-    assert next_step(RESNET, records, SECONDS) is None
-    assert target(RESNET, records, SECONDS).problem == ""
+def recurrence(number: int, time_s: float, mean_w: float = 600.0, who: str = "default", **fields: Any) -> Record:
+    spent = {"time_s": time_s, "energy_j": mean_w * time_s, "cost_j": time_s, "reached": True}
+    of_step = {"stage": "recurrence", "number": number, "who": who}
+    named = {"key": f"recurrence {number} {who}", **of_step, **spent, **fields}
+    return {**calibration(256, []), **named}
 
 
-def test_broken_calibration_is_tried_once_more() -> None:
-    broken = calibration(64, [], state="broken")
-    sizes = []
-    for count in (1, MAX_BROKEN):
-        step = next_step(RESNET, [broken] * count, SECONDS)
-        assert step is not None
-        sizes.append(step.order.batch_size)
-    assert sizes == [64, 16]
+def hour_with(directory: Path, *records: Record, targets: bool = True) -> Hour:
+    state = State(directory)
+    warm_up = calibration(256, [], key=calibration_steps(RESNET, 60.0)[0].key, stage="warm-up")
+    for record in (warm_up, *records):
+        state.add(record)
+    if targets:
+        told = {"resnet50": {"metric": 0.5, "max_epochs": 9, "reached_s": {}}}
+        (directory / "earlier.json").write_text(json.dumps(told))
+    made = Hour(state, time.monotonic() + 600, SECONDS, 1, directory / "gpu-state.tgz", tasks=("resnet50",))
+    if targets:
+        made.take_targets(directory / "earlier.json")
+    return made
+
+
+def test_task_that_draws_little_power_is_not_measured(tmp_path: Path) -> None:
+    key = calibration_steps(RESNET, 60.0)[1].key
+    for mean_w, name in ((489.0, "idle"), (491.0, "busy")):
+        curve = [(10.0, 10 * mean_w, 0.2)]
+        record = calibration(256, curve, key=key, time_s=10.0, energy_j=10 * mean_w)
+        made = hour_with(tmp_path / name, record, targets=False)
+        if name == "idle":
+            with pytest.raises(
+                BenchmarkError, match=r"draws 489 W of 700 W at its default size 256.* Raise the default"
+            ):
+                made.left()
+        else:
+            assert [step.who for step in made.left()] == ["64", "1024"]
+    assert load_problem(tasks_for("gpu", ["resnet18"])[0], 100.0, 700.0) == ""
+
+
+def test_targets_of_an_earlier_call_replace_the_calibration(tmp_path: Path) -> None:
+    left = hour_with(tmp_path).left()
+    assert {step.stage for step in left} == {"recurrence", "size"}
+    assert {(step.order.target, step.order.max_epochs) for step in left} == {(0.5, 9)}
+    assert json.loads((tmp_path / TARGETS).read_text())["resnet50"]["metric"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        (recurrence(1, 15.0), "0 missed it, and the others took 50 s, 15 s"),
+        (recurrence(1, 121.0), "0 missed it, and the others took 50 s, 121 s"),
+        (recurrence(1, 50.0, reached=False), "1 missed it, and the others took 50 s"),
+    ],
+)
+def test_targets_are_checked_again_after_two_runs_at_the_default(tmp_path: Path, second: Record, told: str) -> None:
+    assert hour_with(tmp_path / "one", recurrence(0, 50.0)).left()
+    assert hour_with(tmp_path / "two", recurrence(0, 50.0), recurrence(1, 60.0)).left()
+    with pytest.raises(BenchmarkError, match=f"{told}. Calibrate anew"):
+        hour_with(tmp_path / "three", recurrence(0, 50.0), second).left()
 
 
 def test_curve_ends_a_training_after_its_seconds_or_at_a_perfect_metric() -> None:
@@ -133,19 +171,13 @@ def test_curve_ends_a_training_after_its_seconds_or_at_a_perfect_metric() -> Non
 # ---- Steps
 
 
-def test_whatever_the_hour_has_done_is_worth_a_page() -> None:
-    planned = hour_steps([RESNET, GPT2])
-    assert len({step.key for step in planned}) == len(planned)
-    assert Counter(step.stage for step in planned) == {
-        "recurrence": 2 * 2 * 12 * 2,
-        "size": 2 * 7 * 3,
-        "overhead": 2 * 3 * 2,
-    }
-    # Contenders and tasks take turns, and sizes follow the fourth recurrence.
-    assert [step.who for step in planned[:2]] == list(HOUR_CONTENDERS)
-    assert {step.task for step in planned[:4]} == set(HOUR_TASKS)
-    assert {step.stage for step in planned[16:30]} == {"size"}
-    assert {step.seed for step in planned[:-48]} == {0}
+def test_contenders_of_the_hour_take_turns_with_the_same_seeds() -> None:
+    planned = list(steps([RESNET], HOUR))
+    assert Counter(step.stage for step in planned) == {"recurrence": 2 * 10, "size": 5}
+    assert [step.who for step in planned[:4]] == ["gp_voi", "default", "default", "gp_voi"]
+    seeds = [step.order.seed for step in planned[:20]]
+    assert seeds[::2] == seeds[1::2] == sorted(set(seeds))
+    assert {step.seed for step in planned} == {0}
 
 
 def test_expected_seconds_are_those_of_the_kind_or_of_the_task() -> None:
@@ -181,7 +213,7 @@ def test_training_is_ended_with_its_call_and_not_kept(tmp_path: Path, monkeypatc
     monkeypatch.setattr(harness, "Launcher", lambda _: type("", (), {"start": lambda *_: process})())
     trainings = Trainings(State(tmp_path), "http://127.0.0.1:1", end_s=time.monotonic() + 5)
     with pytest.raises(TimeoutError):
-        trainings.attempt(hour_steps([RESNET])[0])
+        trainings.attempt(next(steps([RESNET], HOUR)))
     assert process.is_terminated
     assert process.waits[0] == pytest.approx(5, abs=5)
     assert State(tmp_path).records == []
@@ -191,7 +223,7 @@ def test_broken_training_is_kept_and_tried_once_more(tmp_path: Path, monkeypatch
     process = Endless()
     process.terminate()
     monkeypatch.setattr(harness, "Launcher", lambda _: type("", (), {"start": lambda *_: process})())
-    state, step = State(tmp_path), hour_steps([RESNET])[1]
+    state, step = State(tmp_path), list(steps([RESNET], HOUR))[1]
     trainings = Trainings(state, "http://127.0.0.1:1", keeps_broken=True)
     for _ in range(MAX_BROKEN):
         assert not is_done(step, state.of(step.key))
@@ -266,8 +298,8 @@ time.sleep(60)
 def test_page_says_which_calibration_is_launch_bound() -> None:
     records = [calibration(64, rising(8.0, 0.2, 0.4, 0.5)), calibration(16, [(8.0, 2400.0, 0.2)])]
     table = proof_tables(proof_results(records, {"GPU": "NVIDIA H100"}))["gpu-calibration"]
-    assert "| resnet50 | 64 | 0.2, 0.4, 0.5 | 24.0 | – | 500 | 690 | 90 | 12.0 |" in table
-    assert "| 8.0 | – | 300, launch-bound (below half of 700 W) | 690 | 90 | 12.0 |" in table
+    assert "| resnet50 | 64 | 0.2, 0.4, 0.5 | 24.0 | – | 500 | 690 | 12.0 |" in table
+    assert "| 8.0 | – | 300, launch-bound (below half of 700 W) | 690 | 12.0 |" in table
 
 
 @pytest.mark.parametrize(
@@ -287,6 +319,55 @@ def test_savings_have_an_interval_and_a_verdict(
     (head, _, policy, _) = proof_tables(proof_results(records, {}))["gpu"].splitlines()
     assert "| energy saved (95 %) | verdict |" in head
     assert f" %) | {verdict} | " in policy
+
+
+def test_energy_is_counted_in_all_ways_and_the_last_five_apart() -> None:
+    warm_up = calibration(256, [], stage="warm-up", key="warm-up")
+    records = [warm_up]
+    for number in range(10):
+        spent = {"default": 500.0, "gp_voi": 600.0 if number < 5 else 400.0}
+        for who, mean_w in spent.items():
+            energy = {"process_j": 10 * mean_w + 1000, "samples": 100.0}
+            records.append(recurrence(number, 10.0, mean_w, who, **energy))
+    records += [
+        recurrence(0, 10.0, mean_w, str(size), stage="size", batch_size=size, state=state, reached=state == "ended")
+        for size, mean_w, state in (
+            (64, 450, "ended"),
+            (256, 500, "ended"),
+            (512, 400, "ended"),
+            (1024, 1, "out_of_memory"),
+        )
+    ]
+    found = proof_results(records, {})["tasks"]["resnet50"]["hour"]
+    ways = {
+        each["name"]: (each["default_j"], each["policy_j"], each["last"], each["wins"]) for each in found["counted"]
+    }
+    assert ways == {
+        "all": (50_000, 50_000, pytest.approx(0.2), 5),
+        "above 90 W, idle before CUDA starts": (41_000, 41_000, pytest.approx(1000 / 4100), 5),
+        "above 120 W, idle with a CUDA context": (38_000, 38_000, pytest.approx(1000 / 3800), 5),
+        "all of the processes, with their start": (60_000, 60_000, pytest.approx(1000 / 6000), 5),
+    }
+    assert found["sample_j"] == {"default": 50.0, "gp_voi": 50.0}
+    assert (found["to_best"], found["to_largest"]) == (5000 / 4000, 5000 / 4000)
+    table = proof_tables(proof_results(records, {}))["gpu-hour"]
+    assert "| resnet50 | above 90 W, idle before CUDA starts | 41 | 41 | 0 % (" in table
+    assert table.endswith(
+        "- `resnet50`: one job: run-to-run spread only; `gp_voi` took 1.25 times the energy of the best size, 1.25 of"
+        " the largest that fits; per sample 50 J and 50 J (default, `gp_voi`)"
+    )
+
+
+def test_several_jobs_are_resampled_as_a_whole() -> None:
+    records = [
+        recurrence(number, 10.0, mean_w, who, seed=seed, key=f"{seed} {number} {who}")
+        for seed, saved_w in enumerate((100.0, 300.0))
+        for number in range(4)
+        for who, mean_w in (("default", 500.0), ("gp_voi", 500.0 - saved_w))
+    ]
+    found = proof_results(records, {})
+    assert found["tasks"]["resnet50"]["hour"]["counted"][0]["saved"] == pytest.approx((0.4, 0.2, 0.6))
+    assert "- `resnet50`: intervals by 2 jobs; " in proof_tables(found)["gpu-hour"]
 
 
 # ---- The bundle
@@ -353,6 +434,21 @@ def test_call_prefers_the_state_in_its_own_folder_for_results(folder: Path, tmp_
         pack(tmp_path / key, file)
     called(folder, "--out", str(tmp_path / "out"))
     assert [each["key"] for each in State(tmp_path / "work" / "state").records] == ["new"]
+
+
+def test_targets_are_passed_on_with_their_whole_path(folder: Path, tmp_path: Path) -> None:
+    assert f" --targets {tmp_path}/targets.json" in called(folder, "--targets", str(tmp_path / "targets.json"))[1][-1]
+
+
+@pytest.mark.parametrize(("option", "pythons"), [([], bundle.PYTHONS), (["--python", "3.12"], ["3.12"])])
+def test_bundle_has_the_wheels_of_the_wanted_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str], pythons: list[str]
+) -> None:
+    made: list[tuple[str, ...]] = []
+    monkeypatch.setattr(bundle, "_pip", lambda *arguments: made.append(arguments))
+    assert bundle.main([str(tmp_path / "made"), *option]) == 0
+    downloads = [each for each in made if each[0] == "download"]
+    assert [each[each.index("--python-version") + 1] for each in downloads] == list(pythons)
 
 
 def test_rehearsal_shrinks_the_models_and_passes_further_options_on(folder: Path) -> None:

@@ -72,22 +72,34 @@ def rows(page: str, name: str) -> list[list[str]]:
     return [line for line in lines if not all(re.fullmatch("-+", cell) for cell in line)]
 
 
-def test_hour_on_a_simulated_gpu_survives_a_kill(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_rehearsal_of_the_bundle_survives_a_kill_and_leaves_all_files_and_no_process(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
     import torch  # takes seconds to load
 
-    state, log = tmp_path / "state", tmp_path / "log"
+    bundle, work, log = tmp_path / "gpu-bundle", tmp_path / "work", tmp_path / "log"
+    state = work / "state"
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, which would train in place of the simulated one")
+    (bundle / "wheels").mkdir(parents=True)
+    (bundle / "tree").symlink_to(ROOT)
+    for name in ("requirements.txt", "wheels/zeus_plugins-0.whl"):
+        (bundle / name).touch()
+    (bundle / "run.sh").write_bytes((ROOT / "benchmarks" / "gpu_run.sh").read_bytes())
+    checksum = 2**32 - 1  # by cksum, of these empty files
+    installed = work / f"packages-{sys.version_info[0]}.{sys.version_info[1]}-{checksum}"
+    installed.mkdir(parents=True)
+    (installed / ".complete").touch()  # the packages of this interpreter are used
     State(state)
     (state / GPU_CHECK).write_text('{"results": []}')  # a check takes minutes
-    extent = ["--shrink", "8", "--tasks", "resnet18", "--seconds", "0.3", "1", "--recurrences", "1", "--repeats", "1"]
-    command = [*RECURRENCES, "hour", *extent, "--state", str(state), "--out", str(tmp_path)]
+    environment["PYTHON"] = sys.executable
+    extent = ["--tasks", "resnet18", "--seconds", "0.3", "1", "--recurrences", "1"]
+    places = ["--out", str(tmp_path), "--work", str(work)]
 
     def call(minutes: str) -> subprocess.Popen[bytes]:
         with log.open("ab") as output:
-            return subprocess.Popen(
-                [*command, "--minutes", minutes], cwd=ROOT, env=environment, stdout=output, stderr=output
-            )
+            command = ["/bin/bash", str(bundle / "run.sh"), "--minutes", minutes, *places, "--rehearse", *extent]
+            return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=output)
 
     # Killed at a moment when it cannot end its children, which must end nevertheless.
     killed = call("30")
@@ -101,7 +113,11 @@ def test_hour_on_a_simulated_gpu_survives_a_kill(tmp_path: Path, environment: di
     awaited(lambda: not alive(tmp_path), "the end of what the last call had started")
 
     records = State(state).records
-    assert Counter(each["stage"] for each in records)["size"] == 5
+    stages = Counter(each["stage"] for each in records)
+    assert (stages["warm-up"], stages["calibrate"], stages["size"]) == (1, 3, 4)
+    assert {each["who"] for each in records if each["stage"] == "recurrence"} == {"default", "gp_voi"}
+    assert {"gpu-state.tgz", "gpu-results.json", "gpu-page.md"} <= {each.name for each in tmp_path.iterdir()}
+    assert min(each["process_j"] - each["energy_j"] for each in records) > 0
     check_energies([each for each in records if each["state"] != "bare"])
     results = json.loads((tmp_path / "gpu-results.json").read_text())
     assert results["trained_on"] == ["simulated GPU, a CPU in its place, models shrunk 8-fold"]
@@ -129,7 +145,7 @@ def check_page(page: str, records: list[dict[str, Any]]) -> None:
     for line, who in zip(lines, ("gp_voi", "default"), strict=True):
         tried = [each for each in records if (each["stage"], each["who"]) == ("recurrence", who)]
         assert all(line)
-        assert line[:2] == ["resnet18", "2, 2"]
+        assert line[:2] == ["resnet18", "1, 1"]
         assert int(line[head.index("trainings")]) == len(tried)
         if line[head.index("given up")] == "0":
             assert float(line[3]) == three_digits(sum(each["energy_j"] for each in tried) / 1000)
@@ -139,8 +155,10 @@ def check_page(page: str, records: list[dict[str, Any]]) -> None:
     for size, cell in zip(head[2:], line[2:], strict=True):
         assert (cell == "∞") == (not of_size[size]["reached"])
         assert cell == "∞" or float(cell.strip("*")) == three_digits(of_size[size]["cost_j"])
-    head, line = rows(page, "gpu-overhead")
-    assert (head[0], line[:2]) == ("task (on a simulated GPU)", ["resnet18", "1"])
+    head, *lines = rows(page, "gpu-hour")
+    assert head[1] == "energy counted (simulated GPU: nvml)"
+    ways = r"all; above \d+ W, idle before CUDA starts; above \d+ W, idle with a CUDA context; all of the processes, .*"
+    assert re.fullmatch(ways, "; ".join(line[1] for line in lines))
     assert "**No figure of a GPU exists.**" in page
 
 
@@ -180,6 +198,7 @@ def test_each_shrunken_task_of_the_gpu_trains(train: Callable[[Order], Outcome],
     assert run.state == "max_epochs_reached", run.detail
     assert (run.epochs, run.energy_source, run.batch_size) == (1, "nvml", 32)
     assert run.energy_j > 0
+    assert run.samples == tasks_for("gpu", [task], shrink=SHRINK)[0].samples
 
 
 def test_training_without_a_callback_records_what_the_monitor_measures(train: Callable[[Order], Outcome]) -> None:
@@ -209,7 +228,7 @@ def test_job_without_a_remaining_size_is_refused_harmlessly(
     assert "none of the batch sizes [16] can run any more" in outcomes[1].detail
 
 
-@pytest.mark.parametrize("task", ["resnet18", "gpt2-small"])
+@pytest.mark.parametrize("task", ["resnet18", "gpt2-medium"])
 def test_calibration_keeps_the_metric_joules_and_power_of_each_epoch(
     train: Callable[[Order], Outcome], task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,13 +239,15 @@ def test_calibration_keeps_the_metric_joules_and_power_of_each_epoch(
     monkeypatch.setattr(training, "find_devices", lambda: find_devices(nvml=nvml))
     monkeypatch.setattr(training, "_READ_S", 0.01)
     order = Order(task, "c", 1, batch_size=32, with_callback=False, seconds=1e4, max_epochs=2, shrink=SHRINK)
-    run = train(order)
+    run = train(replace(order, idle_s=0.01))
     assert (run.state, len(run.curve), run.detail) == ("bare", 2, "")
     assert run.curve[1][0] > run.curve[0][0] > 0
     assert run.curve[1][1] > run.curve[0][1] > 0
     assert run.idle_w
+    assert run.context_w
     assert (run.peak_w, run.limit_w) == (450, 700)
     assert run.energy_j > 0
 
     short = train(replace(order, seconds=0.0))
     assert len(short.curve) == 1
+    assert short.idle_w is None

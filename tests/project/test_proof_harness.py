@@ -275,7 +275,7 @@ def test_figures_of_a_simulated_gpu_are_labelled() -> None:
     simulated = [{**each, **told, "device": "simulated GPU, a CPU in its place"} for each in RECORDS]
     made = proof_tables(proof_results(simulated, {"cores": "2"}))
     of_hour = {"gpu-calibration", "gpu-check"}
-    assert set(made) == {"gpu", "gpu-sizes", "gpu-overhead", "gpu-conditions", "gpu-status"} | of_hour
+    assert set(made) == {"gpu", "gpu-sizes", "gpu-hour", "gpu-conditions", "gpu-status"} | of_hour
     assert all("simulated GPU" in table or table == NOT_MEASURED for table in made.values())
     real = [{**each, **told, "device": "NVIDIA H200"} for each in RECORDS]
     made = proof_tables(proof_results(real, {"cores": "2"}))
