@@ -32,7 +32,7 @@ class Moving(FakeNvml):
         return super().nvmlDeviceGetTotalEnergyConsumption(handle)
 
 
-def test_parts_of_an_epoch_are_those_of_its_energy(tmp_path: Path) -> None:
+def test_parts_of_an_epoch_sum_up_to_the_energy(tmp_path: Path) -> None:
     gpus = [FakeGpu(uuid=f"GPU-{place}", power_mw=100_000, counter_mj=10**7 * place) for place in (1, 2)]
     clock, driver = Clock(), Moving(gpus)
     monitor = whole_node(NvmlMonitor(nvml=driver, clock=clock), powercap=make_powercap(tmp_path))

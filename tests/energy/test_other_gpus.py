@@ -50,7 +50,7 @@ def test_started_gpu_without_nvml_is_estimated_beside_a_readable_cpu(
     assert "NVML Shared Library Not Found (in a container, NVIDIA_DRIVER_CAPABILITIES=compute,utility" in caplog.text
 
 
-def test_gpus_with_one_counter_of_their_module_count_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_gpus_with_the_counter_of_the_same_module_count_once(caplog: pytest.LogCaptureFixture) -> None:
     machine = [FakeGpu(uuid=f"GPU-{name}", module="GB200", instant_mw=500_000, power_mw=1_200_000) for name in "ab"]
     driver, clock = FakeNvml(machine), Clock()
     with pytest.raises(EnergyUnavailableError, match=r"GPU 0 .* and GPU 1 .* give the same counter"):

@@ -79,7 +79,7 @@ def test_calibration_follows_a_warm_up_and_trains_default_smallest_and_largest_s
     assert {(step.order.with_callback, step.order.seconds) for step in found} == {(False, 60.0)}
 
 
-def test_target_is_the_first_that_the_default_reaches_in_time() -> None:
+def test_target_is_the_first_value_reached_by_the_default_in_time() -> None:
     curves = {
         256: rising(2.0, *(place / 40 for place in range(1, 31))),
         64: rising(3.0, *(place / 30 for place in range(1, 31))),
@@ -121,7 +121,7 @@ def hour_with(directory: Path, *records: Record, targets: bool = True) -> Hour:
     return made
 
 
-def test_task_that_draws_little_power_is_not_measured(tmp_path: Path) -> None:
+def test_task_at_low_power_is_not_measured(tmp_path: Path) -> None:
     key = calibration_steps(RESNET, 60.0)[1].key
     for mean_w, name in ((489.0, "idle"), (491.0, "busy")):
         curve = [(10.0, 10 * mean_w, 0.2)]
@@ -180,7 +180,7 @@ def test_contenders_of_the_hour_take_turns_with_the_same_seeds() -> None:
     assert {step.seed for step in planned} == {0}
 
 
-def test_expected_seconds_are_those_of_the_kind_or_of_the_task() -> None:
+def test_expected_seconds_follow_from_the_kind_or_the_task() -> None:
     step = Step("size", "resnet50", 0, 0, "16", Order("resnet50", "x", 0))
     records = [calibration(64, [], fit_wall_s=30.0), calibration(64, [], fit_wall_s=50.0)]
     assert expected_s(step, []) == 0
@@ -265,7 +265,7 @@ def test_packed_state_is_complete_at_any_time(tmp_path: Path, monkeypatch: pytes
         assert database.execute("SELECT number FROM trials").fetchall() == [(7,)]
 
 
-def test_check_that_outlasts_the_call_is_left_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_longer_than_the_call_is_left_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(command: list[str], timeout: float, **_: Any) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 
