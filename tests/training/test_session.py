@@ -105,19 +105,19 @@ def test_training_without_a_dispatch_belongs_to_the_generated_job() -> None:
     session.end()
 
 
+class Raced(LocalServer):
+    """Another launch registers its rule between this launch's registration and its request for a trial."""
+
+    races = 1
+
+    def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
+        self.races -= 1
+        if self.races >= 0:
+            self.register(self.show_job(job_id).job.model_copy(update={"scaling": "rate none", "revise": True}))
+        return super().request_trial(job_id, key)
+
+
 def test_trial_of_another_rule_is_given_back(tmp_path: Path) -> None:
-    """Another launch may register its rule between this one's registration and its request for a trial."""
-
-    class Raced(LocalServer):
-        races = 1
-
-        def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
-            self.races -= 1
-            if self.races >= 0:
-                other = self.show_job(job_id).job.model_copy(update={"scaling": "rate none", "revise": True})
-                self.register(other)
-            return super().request_trial(job_id, key)
-
     with Raced(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         session = TrialSession(JobPlan(job=JOB, scaling="rate auto"), client, monitor_of((1.0, 50.0)))
         session.ask()
@@ -126,6 +126,16 @@ def test_trial_of_another_rule_is_given_back(tmp_path: Path) -> None:
     assert view.job.scaling == "rate auto"
     assert [trial.state for trial in view.trials] == [TrialState.WITHDRAWN, TrialState.RUNNING]
     assert session.trial.trial_number == 2
+
+
+def test_launches_that_change_the_rule_again_and_again_are_refused(tmp_path: Path) -> None:
+    with Raced(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        client.races = 100
+        session = TrialSession(JobPlan(job=JOB, scaling="rate auto"), client, monitor_of((1.0, 50.0)))
+        with pytest.raises(ZeusBSOConfigError, match=f"launches of job {JOB.job_id} with different lr_scaling"):
+            session.ask()
+        states = [trial.state for trial in client.show_job(JOB.job_id or "").trials]
+    assert set(states) == {TrialState.WITHDRAWN}
 
 
 def test_session_can_be_pickled_before_asking() -> None:

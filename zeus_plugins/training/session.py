@@ -58,6 +58,9 @@ _WINDOW = "zeus_bso_trial"
 
 _logger = logging.getLogger("zeus_plugins")
 
+# Attempts to get a trial for the own rule of learning rates and steps while other launches change the rule.
+_MOST_RACES = 5
+
 
 class TrialSession:
     """One trial, from the request for a batch size to the end.
@@ -176,7 +179,7 @@ class TrialSession:
         registration: JobSpecFromClient = job
         trouble: ZeusBSORuntimeError | None = None
         try:
-            while True:
+            for _ in range(_MOST_RACES):
                 registration = self._register(job)
                 if check is not None:
                     check(self.plan.job)
@@ -187,6 +190,11 @@ class TrialSession:
                 detail = f"another launch changed the scaling to {dispatch.scaling!r} at the same time"
                 self._client.end_trial(dispatch, Ending(outcome=TrialState.WITHDRAWN, detail=detail))
                 self._key = secrets.token_hex(16)
+            else:
+                raise ZeusBSOConfigError(
+                    f"launches of job {registration.job_id} with different lr_scaling or steps begin again and again "
+                    "at the same time: give each of them a job of its own by job_id="
+                )
             trial = TrialInfo(**dispatch.model_dump(exclude={"origin", "is_first", "scaling"}))
             self._is_first = dispatch.is_first and self._checks_direction
         except ZeusBSORuntimeError as error:
