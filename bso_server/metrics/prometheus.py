@@ -13,7 +13,6 @@ import platform
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextvars import Context
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from http import HTTPMethod
@@ -77,7 +76,7 @@ class Metrics:
         self._refused = counter("zeus_bso_auth_failures", "Requests that were turned away.", ("reason",))
         errors = counter("zeus_bso_totals_errors", "Failures to read the totals of the database.")
         self._begin_at_nothing()
-        self._database = DatabaseMetrics(read, errors, named=named)
+        self._database = DatabaseMetrics(read, errors, named)
         registry.register(self._database)
         view = version_view()
         Info("zeus_bso_build", "The running version.", registry=registry).info(
@@ -191,19 +190,6 @@ _OF_A_JOB = {
 _SIGN_OF = {SavingsWord.SAVES: 1, SavingsWord.NOT_SHOWN: 0, SavingsWord.LOSES: -1}
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Totals of the database, which were read at `read_at` (monotonic seconds) within `took_s` seconds."""
-
-    read_at: float
-    took_s: float
-    samples: Samples
-
-    def is_new(self, now: float) -> bool:
-        """Return whether the totals are current."""
-        return now - self.read_at < max(PERIOD_S, _REST * self.took_s)
-
-
 class DatabaseMetrics(Collector):
     """Totals of the database as metrics; none before the first reading.
 
@@ -214,37 +200,31 @@ class DatabaseMetrics(Collector):
     """
 
     def __init__(
-        self,
-        read: Callable[[], Awaitable[Mapping[str, JobTotals]]],
-        errors: Counter,
-        *,
-        named: str | None = None,
+        self, read: Callable[[], Awaitable[Mapping[str, JobTotals]]], errors: Counter, named: str | None = None
     ) -> None:
         self._read = read
         self._errors = errors
         self._named = named
-        self._known: Snapshot | None = None
-        self._rests_until = 0.0
+        self._samples: Samples = {}
+        self._read_at = self._rests_until = 0.0
         self._reading: asyncio.Task[None] | None = None
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
-        known = self._known
-        if known is None:
+        if not self._samples:
             return
-        for name, values in known.samples.items():
+        for name, values in self._samples.items():
             description, labels = _FAMILIES[name]
             family = GaugeMetricFamily(name, description, labels=labels)
             for label_values, value in values:
                 family.add_metric(label_values, value)
             yield family
-        age_s = time.monotonic() - known.read_at
+        age_s = time.monotonic() - self._read_at
         yield GaugeMetricFamily("zeus_bso_totals_age_seconds", "Time since the totals were read.", value=age_s)
 
     async def refresh(self) -> None:
         """Start to read the totals if they are old; wait for the reading up to `_WAIT_S`."""
-        now, known = time.monotonic(), self._known
-        if self._reading is None and now >= self._rests_until and not (known is not None and known.is_new(now)):
+        if self._reading is None and time.monotonic() >= self._rests_until:
             # A new context, because the reading may outlive this request and must not share its deadline.
             self._reading = asyncio.get_running_loop().create_task(self._read_totals(), context=Context())
         if self._reading is not None:
@@ -261,8 +241,8 @@ class DatabaseMetrics(Collector):
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 totals = await self._read()
-            now = time.monotonic()
-            self._known = Snapshot(now, now - begun, samples_of(totals, self._named))
+            self._samples, self._read_at = samples_of(totals, self._named), time.monotonic()
+            self._rests_until = self._read_at + max(PERIOD_S, _REST * (self._read_at - begun))
         except Exception as error:
             # Other metrics must be served despite any error, and the next reading may succeed.
             self._errors.inc()

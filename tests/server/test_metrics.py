@@ -8,6 +8,7 @@ import re
 import string
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bso_server.core.occurrences import Occurrence, Outcome, TransactionDone, TrialEnded
 from bso_server.errors import DatabaseUnavailableError, UnknownJobError
 from bso_server.metrics import prometheus
-from bso_server.metrics.prometheus import MOST_JOBS, DatabaseMetrics, Snapshot, samples_of
+from bso_server.metrics.prometheus import MOST_JOBS, DatabaseMetrics, samples_of
 from bso_server.service import health
 from bso_server.service.health import JobTotals, TotalsReader
 from bso_server.storage import queries
@@ -285,20 +286,25 @@ class TestReading:
         registry.register(metrics)
         return values_in(generate_latest(registry).decode())
 
-    async def test_totals_are_not_read_more_often_than_the_interval(self) -> None:
+    @pytest.mark.parametrize(("took_s", "pause_s"), [(1.0, 15.0), (10.0, 90.0)])
+    async def test_totals_are_not_read_more_often_than_the_interval(
+        self, monkeypatch: pytest.MonkeyPatch, took_s: float, pause_s: float
+    ) -> None:
+        clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+        monkeypatch.setattr(prometheus, "time", clock)
         reads = 0
 
         async def read() -> dict[str, JobTotals]:
             nonlocal reads
             reads += 1
+            clock.now += took_s
             return {"job": totals_of_a_job()}
 
         metrics, _ = self.metrics(read)
-        for _ in range(5):
+        for waited_s, wanted in ((0.0, 1), (pause_s - 1, 1), (1.0, 2), (pause_s, 3)):
+            clock.now += waited_s
             assert value(await self.values(metrics), "energy_joules") == 5.0
-        assert reads == 1
-        assert [Snapshot(1000.0, 1.0, {}).is_new(now) for now in (1014.0, 1015.0)] == [True, False]
-        assert [Snapshot(1000.0, 10.0, {}).is_new(now) for now in (1089.0, 1090.0)] == [True, False]
+            assert reads == wanted
 
     async def test_failed_reading_keeps_the_last_totals_and_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus, "PERIOD_S", 0.0)

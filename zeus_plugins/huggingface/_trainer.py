@@ -294,7 +294,7 @@ class HuggingFacePort:
         for holder in (*holders, args.lr_scheduler_kwargs or {}):
             for name in _PHASES:
                 if holder.get(name):
-                    settings.item(holder, name, scale.steps)
+                    settings.interval(holder, name, scale.steps)
         return scale, settings.told
 
     def _batches(self, split: BatchSplit) -> int | None:

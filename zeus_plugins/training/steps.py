@@ -10,7 +10,7 @@ This module does not import torch: it recognises schedulers by their attributes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -53,24 +53,22 @@ class StepSettings:
 
     def limit(self, target: object, name: str, scale: Fraction) -> None:
         """Scale a limit, such as the number of steps of the whole training."""
-        self._set(target, name, math.ceil(getattr(target, name) * scale))
+        self._set(target, name, lambda steps: math.ceil(steps * scale))
 
     def interval(self, target: object, name: str, scale: Fraction) -> None:
-        """Scale an interval, such as the number of steps between two evaluations."""
-        self._set(target, name, max(1, math.floor(getattr(target, name) * scale)))
+        """Scale an interval, such as the number of steps between two evaluations, or an item of a dictionary."""
+        self._set(target, name, lambda steps: max(1, math.floor(steps * scale)))
 
-    def item(self, target: dict[str, Any], name: str, scale: Fraction) -> None:
-        """Scale the length of a phase in a dictionary of arguments."""
-        steps = max(1, math.floor(target[name] * scale))
-        if steps != target[name]:
-            self.told.append(f"{name} {target[name]} → {steps}")
-            self.patches.set_item(target, name, steps)
-
-    def _set(self, target: object, name: str, count: int) -> None:
-        before = int(getattr(target, name))
-        if count != before:
+    def _set(self, target: object, name: str, scaled: Callable[[int], int]) -> None:
+        before = int(target[name] if isinstance(target, dict) else getattr(target, name))
+        count = scaled(before)
+        if count == before:
+            return
+        self.told.append(f"{name.removeprefix('_')} {before} → {count}")
+        if isinstance(target, dict):
+            self.patches.set_item(target, name, count)
+        else:
             self.patches.set_attribute(target, name, count)
-            self.told.append(f"{name.removeprefix('_')} {before} → {count}")
 
 
 def length_of(scheduler: Any) -> object:
