@@ -116,6 +116,11 @@ ESTIMATED_POWER_W = Variable(
     "the GPUs' power limits if known, otherwise 65",
     "watts",
 )
+IDLE_POWER_W = Variable(
+    "ZEUS_IDLE_POWER_W",
+    "the power that the measured devices together draw at rest, to show the energy above it",
+    unit="watts",
+)
 PRICE_PER_KWH = Variable(
     "ZEUS_PRICE_PER_KWH",
     "the price of a kilowatt-hour, in any currency, or a CSV file of prices by time",

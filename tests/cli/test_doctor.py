@@ -140,7 +140,7 @@ def test_foreign_server_is_reported(ask: Any, answer: int, level: str, says: str
 
 def test_counters_and_power_readings_are_listed(ask: Any) -> None:
     report = ask(nvml=FakeNvml([FakeGpu(power_mw=90_000)]))
-    assert report.only("nvidia") == ("ok", "GPU 0 (NVIDIA H200): energy counter, power reading")
+    assert report.only("nvidia") == ("ok", "GPU 0 (NVIDIA H200): energy counter, power reading (90 W now)")
     assert report.only("energy") == ("ok", "nvml")
 
 
@@ -158,7 +158,7 @@ def test_removed_option_names_what_to_do_instead(option: str, instead: str, caps
 
 def test_gpu_without_a_counter_is_reported(ask: Any) -> None:
     report = ask(nvml=FakeNvml([FakeGpu(name="Tesla P100", counter_mj=None, power_mw=90_000)]))
-    assert report.only("nvidia") == ("ok", "GPU 0 (Tesla P100): no energy counter, power reading")
+    assert report.only("nvidia") == ("ok", "GPU 0 (Tesla P100): no energy counter, power reading (90 W now)")
     level, text = report.only("energy")
     assert level == "warning"
     assert text.startswith("nvml power, integrated. GPU 0 (Tesla P100) gives no energy counter")

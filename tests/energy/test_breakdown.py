@@ -19,6 +19,7 @@ from zeus_plugins.energy import (
     ReplayMonitor,
 )
 from zeus_plugins.energy.auto import whole_node
+from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
 GPUS = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="H200")
@@ -85,6 +86,31 @@ def test_command_reports_the_parts_and_the_money(
     assert told["gpu_0_energy_j"] == told["energy_j"]
     assert main([each for each in arguments if each != "--json"]) == 0
     assert re.search(r", money [\de.-]+, gpu_0_energy_j [\d.]+", capfd.readouterr().err)
+
+
+def test_energy_above_the_stated_idle_power_is_reported_beside_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "100")
+    for source, expected in (("nvml", [800.0, 900.0]), ("estimate: 300 W stated", [None, None])):
+        meter = EpochMeter(ReplayMonitor([Measurement(2.0, 1000.0, source), Measurement(1.0, 200.0, source)], GPUS))
+        meter.begin()
+        told = [meter.end_epoch() for _ in expected]
+        assert [each.get("zeus/energy_above_stated_idle_j") for each in told] == expected
+        assert told[-1]["zeus/energy_j"] == 1200.0
+    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "-1")
+    with pytest.raises(
+        ZeusBSOConfigError, match="ZEUS_IDLE_POWER_W is '-1': set it to a finite number of watts above 0"
+    ):
+        EpochMeter(ReplayMonitor([], GPUS))
+
+
+def test_command_reports_the_energy_above_the_stated_idle_power(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(power_mw=100_000)]))
+    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "60")
+    assert main(["energy", "--monitor", "nvml-power", "--json", "--", "sleep", "0.05"]) == 0
+    told = json.loads(capfd.readouterr().err)
+    assert told["energy_above_stated_idle_j"] == pytest.approx(told["energy_j"] - 60 * told["time_s"])
 
 
 def test_invalid_price_is_refused_before_the_command_runs(

@@ -122,6 +122,7 @@ def _nvidia_gpus() -> Iterator[Finding]:
         energy_uj, power_w = answer_or_none(gpu.energy_uj), answer_or_none(gpu.power_w)
         answers = {"energy counter": energy_uj, "power reading": power_w}
         text = ", ".join(f"{'no ' if answer is None else ''}{what}" for what, answer in answers.items())
+        text += "" if power_w is None else f" ({power_w:g} W now)"
         details = {
             "index": gpu.index,
             "name": gpu.name,

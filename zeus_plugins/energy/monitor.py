@@ -351,11 +351,7 @@ class BridgedMonitor:
         power_w = self._latest_power_w()
         unknown = "its energy counts for nothing, as its power is not known"
         taken = unknown if power_w is None else f"it is taken to draw {power_w:g} W"
-        logger.log(
-            logging.DEBUG if self._failures else logging.WARNING,
-            "the energy of the training can no longer be measured (%s): the training continues, and until the "
-            "monitor works again %s",
-            error,
-            taken,
-        )
+        level = logging.DEBUG if self._failures else logging.WARNING
+        told = f"the energy of the training can no longer be measured ({error})"
+        logger.log(level, "%s: the training continues, and until the monitor works again %s", told, taken)
         self._failures += 1

@@ -131,12 +131,8 @@ class LimitGuard:
         """Ensure that the limits are restored even without `release`, also after an earlier, killed training."""
         for each in self._guarded:
             if each.initial_w != each.limit_w:
-                _logger.warning(
-                    "%s still has the %g W limit of a killed training; restoring %g W when this training ends",
-                    each.device,
-                    each.limit_w,
-                    each.initial_w,
-                )
+                left = f"{each.device} still has the {each.limit_w:g} W limit of a killed training"
+                _logger.warning("%s; restoring %g W when this training ends", left, each.initial_w)
             each.remember()
         if self._undo_signals is None and self._guarded:
             self._undo_signals = raise_at_sigterm()
@@ -190,14 +186,8 @@ class LimitGuard:
                     break
                 except Exception as error:
                     if is_last:
-                        _logger.error(
-                            "the power limit of %s could not be restored to %g W (%s): set it, e.g. with nvidia-smi"
-                            " -pl %g",
-                            each.device,
-                            each.initial_w,
-                            error,
-                            each.initial_w,
-                        )
+                        failed = f"the power limit of {each.device} could not be restored to {each.initial_w:g} W"
+                        _logger.error("%s (%s): set it, e.g. with nvidia-smi -pl %g", failed, error, each.initial_w)
 
     def _put_back(self, each: _Guarded, at_end: bool) -> None:
         if holder(each.device) is not None:

@@ -60,10 +60,6 @@ class PowerLimitProfile(PowerProfile):
         except OSError as error:
             _logger.warning("the power limits are measured again: %s", error)
         except ValidationError as error:
-            _logger.warning(
-                "the power limits are measured again: %s holds no power-limit profile (%d errors, the first: %s)",
-                os.fspath(path),
-                error.error_count(),
-                error.errors()[0]["msg"],
-            )
+            found = f"{error.error_count()} errors, the first: {error.errors()[0]['msg']}"
+            _logger.warning("the power limits are measured again: %s holds no power-limit profile (%s)", path, found)
         return None

@@ -399,15 +399,9 @@ def _range_w(devices: Sequence[PowerLimitDevice], initial_w: Sequence[float]) ->
         if obeyed_w < in_force_w - TOLERANCE_W:
             ceilings_w.append(obeyed_w)
         if usual_w is not None and limit_w < usual_w - TOLERANCE_W:
-            _logger.warning(
-                "%s has a power limit of %g W in force, below its default of %g W, and none above it is tried. Should "
-                "a training have left it behind, `nvidia-smi -i %s -pl %g` puts the default back",
-                device,
-                limit_w,
-                usual_w,
-                device.uuid,
-                usual_w,
-            )
+            found = f"{device} has a power limit of {limit_w:g} W in force, below its default of {usual_w:g} W"
+            remedy = f"`nvidia-smi -i {device.uuid} -pl {usual_w:g}` puts the default back"
+            _logger.warning("%s, and none above it is tried. Should a training have left it behind, %s", found, remedy)
     return max(lows_w), min(ceilings_w)
 
 
