@@ -154,7 +154,8 @@ def add_jobs_commands(commands: Commands) -> None:
     revise.add_argument("--tags", metavar="NAME=VALUE", type=_tag, nargs="*", help=tags_help)
     revise.add_argument("--policy", help="policy that chooses the sizes")
 
-    add("delete", "delete a job with all its data", _delete)
+    delete = add("delete", "delete a job with all its data", _delete)
+    delete.add_argument("--yes", action="store_true", help="do not ask first")
 
 
 def read_jobs(options: argparse.Namespace) -> JobList:
@@ -345,6 +346,11 @@ def _revise(options: argparse.Namespace) -> None:
 
 
 def _delete(options: argparse.Namespace) -> None:
+    if not options.yes:
+        if not sys.stdin.isatty():
+            raise CommandError(f"nothing is deleted: --yes deletes job {options.job_id} with all its runs")
+        if input(f"Delete job {options.job_id} with all its runs? [y/N] ").lower() not in ("y", "yes"):
+            raise CommandError("nothing is deleted")
     if options.server_url is None:
         with_store(options, lambda store: BatchSizeService(store).delete_job(options.job_id))
     else:
@@ -521,12 +527,15 @@ def explanation_text(view: Explanation) -> str:
         noted = (("best so far", decision.incumbent), ("chosen", view.batch_size))
         rows.append([*row, ", ".join(note for note, noted_size in noted if noted_size == size.batch_size)])
     header = ["BATCH SIZE", "EXPECTED COST J", "90 % BAND J", "CHANCE TO BE BEST"]
-    header += ["WORTH OF A TRY", "ITS LOSS", "STOP AFTER EPOCHS"] if candidates else []
+    header += ["EXPECTED SAVING", "EXTRA COST", "STOP AFTER EPOCHS"] if candidates else []
     told = [head, sentence, table([*header, ""], rows)]
     if view.warm is not None:
         told.append(printable(f"Warm start: {view.warm.in_words}."))
     if candidates:
-        told.append(f"Worth and loss are in runs of {decision.incumbent}, the best size so far.")
+        told.append(
+            "A trial is worth the expected saving of later runs by its result, less its extra cost; both are in runs of "
+            f"{decision.incumbent}, the best size so far."
+        )
     return "\n\n".join(told)
 
 

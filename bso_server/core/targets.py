@@ -40,14 +40,14 @@ def suggest_own_size(history: History) -> Suggestion | None:
         return None
     ended, confirm = history.recurrences, history.job.confirm
     number = ended + len(history.in_flight) + 1
-    own = "your own size" if size == history.job.default_batch_size else "the largest size that fits below your own"
+    where = "" if size == history.job.default_batch_size else ", at the largest size that fits below your own"
     which = f"run {number} of {TARGET_RUNS} that set the target"
     if number > TARGET_RUNS:
         which = f"the {TARGET_RUNS} runs that set the target have not all ended"
     if ended >= TARGET_RUNS and confirm > 1:
         least = f"{TARGET_RUNS} with at least {confirm} evaluations each"
         which = f"{ended} runs have ended, and the target needs {least}"
-    return Suggestion(size, Origin.EXPLORATION, f"{own}, {size}: {which}")
+    return Suggestion(size, Origin.EXPLORATION, f"{which}{where}")
 
 
 def reached_value(job: CreatedJob, reports: Sequence[NumberedReport]) -> float | None:

@@ -47,10 +47,10 @@ STATES = {
 """Words for the state of a trial."""
 
 ORIGINS = {
-    Origin.EXPLORATION: "try",
+    Origin.EXPLORATION: "exploration",
     Origin.INCUMBENT: "best so far",
     Origin.CONTROL: "control run",
-    Origin.CONCURRENT: "beside a try",
+    Origin.CONCURRENT: "beside an exploration",
     Origin.BANDIT: "drawn",
     Origin.OFFLINE: "without the server",
     Origin.FINISH: "finishes a run",

@@ -339,10 +339,23 @@ class TestAllJobs:
 
 class TestDelete:
     def test_job_is_deleted(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
-        assert run("jobs", "delete", job_id, *source) == (0, f"job {job_id} is deleted\n", "")
+        assert_failed(run("jobs", "delete", job_id, *source), f"nothing is deleted: --yes deletes job {job_id}")
+        assert run("jobs", "delete", job_id, "--yes", *source) == (0, f"job {job_id} is deleted\n", "")
         assert httpx.get(f"{server.url}/api/jobs/{job_id}").status_code == 404
-        for command in ("delete", "show"):
-            assert_failed(run("jobs", command, job_id, *source), f"unknown job '{job_id}'")
+        for command in (["delete", "--yes"], ["show"]):
+            assert_failed(run("jobs", *command, job_id, *source), f"unknown job '{job_id}'")
+
+    @pytest.mark.parametrize(("answer", "is_deleted"), [("y", True), ("Yes", True), ("", False), ("n", False)])
+    def test_terminal_is_asked(
+        self, server: ServerProcess, job_id: str, monkeypatch: pytest.MonkeyPatch, answer: str, is_deleted: bool
+    ) -> None:
+        asked: list[str] = []
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+        monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
+        status, _, err = run("jobs", "delete", job_id, "--server-url", server.url)
+        assert asked == [f"Delete job {job_id} with all its runs? [y/N] "]
+        assert (status, "nothing is deleted" in err) == ((0, False) if is_deleted else (1, True))
+        assert httpx.get(f"{server.url}/api/jobs/{job_id}").is_success is not is_deleted
 
 
 def test_trial_is_discarded(server: ServerProcess, job_id: str, source: list[str]) -> None:
@@ -422,7 +435,7 @@ class TestTokens:
         commands: list[list[Any]] = [
             ["jobs", "import", exported, *source],
             ["jobs", "export", job_id, *source],
-            ["jobs", "delete", job_id, *source],
+            ["jobs", "delete", job_id, "--yes", *source],
         ]
         for command in commands:
             assert_failed(run(*command), server.url, "401", "needs a token")
@@ -437,7 +450,7 @@ class TestTokens:
     ) -> None:
         server, tokens = guarded
         monkeypatch.setenv(TOKEN_VARIABLE, tokens["read"])
-        for command in (["jobs", "import", exported], ["jobs", "delete", "any"]):
+        for command in (["jobs", "import", exported], ["jobs", "delete", "any", "--yes"]):
             assert_failed(run(*command, "--server-url", server.url), "403", "has no scope admin")
 
     def test_token_in_the_url_is_used_and_hidden(self, guarded: tuple[ServerProcess, dict[str, str]]) -> None:

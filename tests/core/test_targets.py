@@ -221,13 +221,13 @@ def test_job_without_a_target_trains_only_the_default_and_stops_no_run(policy: s
     rng = np.random.default_rng(0)
     for number, cost_j in enumerate((100.0, 10_000.0, 100.0), 1):
         begun = memory.begin_trial(rng)
-        assert (begun.batch_size, begun.reason) == (16, f"your own size, 16: run {number} of 3 that set the target")
+        assert (begun.batch_size, begun.reason) == (16, f"run {number} of 3 that set the target")
         for epoch in range(1, 5):
             report = Report(time_s=epoch, energy_j=cost_j * epoch, epoch=epoch, metric=0.99)
             ended, verdict = memory.judge(number, report)
             assert verdict.stop is (epoch == 4)
         assert (ended.state, ended.end_reason, verdict.converged) == (TrialState.COMPLETED, EndReason.NO_TARGET, True)
-    assert memory.begin_trial(rng).reason == "your own size, 16: the 3 runs that set the target have not all ended"
+    assert memory.begin_trial(rng).reason == "the 3 runs that set the target have not all ended"
 
 
 def test_run_ended_by_the_users_rule_contributes_to_the_target() -> None:
@@ -244,5 +244,5 @@ def test_runs_too_short_to_confirm_a_target_are_reported() -> None:
     for number in range(1, 4):
         memory.begin_trial(rng)
         memory.judge(number, Report(time_s=1.0, energy_j=10.0, epoch=4.0, metric=0.7))
-    reason = "your own size, 16: 3 runs have ended, and the target needs 3 with at least 2 evaluations each"
+    reason = "3 runs have ended, and the target needs 3 with at least 2 evaluations each"
     assert memory.begin_trial(rng).reason == reason

@@ -21,7 +21,7 @@ def test_three_runs_train_to_end_of_script_and_set_target(
         # The runs continue to the end of the script even if the job has fewer epochs.
         assert training.sizes == EPOCH_OF_48 * 4
         trial = callback.trial
-        assert trial.reason == f"your own size, {SERVERS_SIZE}: run {number} of 3 that set the target"
+        assert trial.reason == f"run {number} of 3 that set the target"
         assert (trial.verdict.converged, trial.verdict.reason) == (True, EndReason.NO_TARGET)
     view = bench.view()
     assert (view.job.target_metric, view.job.target_runs) == (0.9, (1, 2, 3))

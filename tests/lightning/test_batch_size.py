@@ -174,7 +174,7 @@ def test_begin_and_end_are_printed_once_without_logging_setup(bench: Bench) -> N
     assert f"batch size 16, your own: first run of job {bench.job_id} (trial 1)" in begin
     assert "guessed: batch sizes 2, 4, 8, 16, 32, 64, 128; at most 2 epochs; higher val_acc is better" in guesses
     assert re.search("target reached after . epochs?: val_acc", end)
-    assert trained.stderr.count("State the watts") <= 1
+    assert trained.stderr.count("energy is estimated as") <= 1
 
 
 def test_callback_can_be_pickled_before_fit(bench: Bench) -> None:

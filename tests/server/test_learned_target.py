@@ -65,7 +65,7 @@ async def test_first_three_runs_train_to_the_end_at_the_default_and_set_the_targ
         assert (await registered(unset, None)).target_in_words == "no target yet: the first 3 runs set it"
         trial = await unset.suggest()
         assert (trial.batch_size, trial.stop_rule) == (16, StopRule(max_epochs=5))
-        assert trial.reason == f"your own size, 16: run {number} of 3 that set the target"
+        assert trial.reason == f"run {number} of 3 that set the target"
         await train(unset, trial, metrics)
     job = await registered(unset, None)
     assert (job.target_metric, job.target_runs) == (LEARNED, (1, 2, 3))

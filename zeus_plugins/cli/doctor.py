@@ -141,10 +141,10 @@ def _monitor() -> Finding:
         details = {"source": choice.monitor.source, "causes": list(choice.causes), **choice.monitor.gpus().model_dump()}
     except ZeusBSOError as error:
         return Finding("energy", Level.PROBLEM, str(error))
-    if choice.warning is not None:
-        return Finding("energy", Level.WARNING, f"{choice.monitor.source}. {choice.warning}", details)
-    reasons = f" (not anything better, for: {'; '.join(choice.causes)})" if choice.causes else ""
-    return Finding("energy", Level.OK, f"{choice.monitor.source}{reasons}", details)
+    level, warning = (Level.OK, "") if choice.warning is None else (Level.WARNING, f". {choice.warning}")
+    causes = "; ".join(cause for cause in choice.causes if cause not in warning)
+    reasons = f" (not anything better, for: {causes})" if causes else ""
+    return Finding("energy", level, f"{choice.monitor.source}{warning}{reasons}", details)
 
 
 def _server() -> Finding:

@@ -92,7 +92,7 @@ def auto(
     """
     choice = choose(estimated_power_w, device_indices=device_indices, probes=probes)
     if choice.warning is not None:
-        warn_once(choice.warning)
+        warn_once(f"{choice.warning}{' (why: zeus-plugins doctor)' * isinstance(choice.monitor, EstimateMonitor)}")
     return choice.monitor
 
 
@@ -138,14 +138,9 @@ def _estimate(request: MonitorRequest, gpus: UnmeasuredGpuError, causes: Sequenc
         on_cpu=False if request.trains_on_gpu else None,
     )
     method = "CPU time / cores" if "CPU time" in estimate.source else "time"
-    warning = (
-        f"No energy counter found ({'; '.join(causes)}): energy is estimated as {power_w:g} W × {method}, not measured."
-    )
-    if basis != "stated":
-        warning += (
-            " State the watts that the whole machine draws at full load by the environment variable"
-            f" {ESTIMATED_POWER_W} or by energy_monitor=EstimateMonitor(power_w=...)."
-        )
+    watts = "" if basis == "stated" else f"; {ESTIMATED_POWER_W} states your machine's watts at full load"
+    seen = f"{gpus.cause}: " if request.gpu_is_seen else ""
+    warning = f"{seen}energy is estimated as {power_w:g} W × {method}, not measured{watts}"
     return Choice(estimate, tuple(causes), warning)
 
 

@@ -53,10 +53,12 @@ class Announcer:
             self._port.log_hyperparameters(hyperparameters, self._patches)
         # The model of a trial that finishes a run is trained already: its first metric says nothing about the target.
         self._has_reported = trial.metric is not None or trial.continues is not None
-        target = f"; {self._plan.target_in_words}" if self._plan.target_in_words else ""
+        is_first = trial.trial_number in (None, 1)
+        # Details once per job: later lines end with the first clause, and the job's page has the whole reason.
+        told = "; ".join(filter(None, (reason, self._plan.target_in_words))) if is_first else reason.partition(";")[0]
         name = trial.name if trial.job_id in reason else f"job {trial.job_id}, {trial.name}"
-        self.say(f"batch size {size}{self._against(size)}: {reason}{target} ({name})")
-        if trial.trial_number not in (None, 1):
+        self.say(f"batch size {size}{self._against(size)}: {told} ({name})")
+        if not is_first:
             return
         if self._plan.guesses:
             self.say(f"guessed: {'; '.join(self._plan.guesses)} (job=JobSpec(…) sets them)")

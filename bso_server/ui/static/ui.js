@@ -216,7 +216,7 @@ const smoothed = new Set();
 function arrangePlots() {
   for (const plot of plots()) {
     const button = document.createElement("button");
-    Object.assign(button, { type: "button", className: "quiet tool", textContent: "Smooth", id: `smooth-${plot.id}` });
+    Object.assign(button, { type: "button", className: "tool", textContent: "Smooth", id: `smooth-${plot.id}` });
     button.ariaPressed = smoothed.has(plot.id);
     plot.after(button);
     if (smoothed.has(plot.id)) smooth(plot);
