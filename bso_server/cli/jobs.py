@@ -448,8 +448,6 @@ def job_text(view: JobView) -> str:
         "BATCH SIZE": lambda arm: arm.batch_size,
         "TRIALS": lambda arm: arm.trials,
         "REACHED TARGET": lambda arm: arm.n,
-        f"MEAN COST J{mark}": lambda arm: arm.mean_cost_j,
-        "STD J": lambda arm: arm.std_cost_j,
         f"EXPECTED COST J{mark}": lambda arm: arm.expected_cost_j,
         "90 % BAND J": lambda arm: _band(arm.expected_low_j, arm.expected_high_j),
     }
@@ -533,8 +531,8 @@ def explanation_text(view: Explanation) -> str:
         told.append(printable(f"Warm start: {view.warm.in_words}."))
     if candidates:
         told.append(
-            "A trial is worth the expected saving of later runs by its result, less its extra cost; both are in runs of "
-            f"{decision.incumbent}, the best size so far."
+            "A trial is worth the expected saving of later runs by its result, less its extra cost; "
+            f"both are in runs of {decision.incumbent}, the best size so far."
         )
     return "\n\n".join(told)
 

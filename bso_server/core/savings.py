@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from bso_server.core.model import OBSERVED, TrialRecord
+from bso_server.core.model import OBSERVED, ExpectedCost, TrialRecord
 from bso_server.core.verdict import CompletedRun, Evidence, Judge, Saved, Verdict, run_of, why_no_controls
-from zeus_plugins.protocol import ALIVE, AmountSaved, CreatedJob, Origin, SavingsView, SavingsWord, TrialState
+from zeus_plugins.protocol import ALIVE, AmountSaved, CreatedJob, Origin, SavingsView, SavingsWord, Share, TrialState
 
 UNSPENT = frozenset({TrialState.RUNNING, TrialState.SUSPENDED, TrialState.WITHDRAWN})
 """States of trials whose energy and time do not count: not yet for running trials, never for withdrawn trials."""
@@ -139,6 +139,18 @@ def _is_own(job: CreatedJob, tally: Tally) -> bool:
 
 def _wasted(job: CreatedJob, tallies: Iterable[Tally]) -> Amounts:
     return spent_on(job, tallies, lambda tally: not (is_whole_run(tally) or _is_own(job, tally)))
+
+
+def default_cost(best_j: float, now: Share) -> ExpectedCost:
+    """Return the expected cost of a run at the default, which follows from that of the best size and from its saving.
+
+    So all figures agree. The policy's own belief about the default rests on the few runs there, some of them old; the
+    saving compares runs that are close in time.
+    """
+    mean_j = best_j / (1 - now.middle)
+    if now.low is None or now.high >= 1:
+        return ExpectedCost(mean_j, None)
+    return ExpectedCost(mean_j, (best_j / (1 - now.low), best_j / (1 - now.high)))
 
 
 def saved_since(

@@ -41,7 +41,8 @@ _NEAREST = 4
 _MEDIAN_SPREAD = 1.2
 """Standard deviation of a cost around the median of `_NEAREST` other costs, over the standard deviation of a cost."""
 _NORMAL_90 = 1.645
-_FORESEEN = 400
+_FORESEEN = ((10, 17), (30, 55), (100, 170))
+"""Orders of magnitude of the further runs until a verdict, each with the largest number of runs for which it stands."""
 _LARGEST = 50.0
 """Replaces the upper end of an effect without an upper bound (log)."""
 _SMALL = 0.1
@@ -116,8 +117,8 @@ class Verdict:
         now: Saving of a run now; None without evidence.
         so_far: Saving of all runs until now, less the cost of exploration and control runs; None without evidence.
         controls: Runs at the default that count as evidence.
-        runs_needed: Estimated number of further runs until a verdict is shown; None if one is shown, or if that number
-            is too large.
+        runs_needed: Order of magnitude of the further runs until a verdict is shown: 10, 30 or 100; None if one is
+            shown, or if it takes more.
         control_runs: Share of the amount of all runs that control runs have forgone, in words.
         cause: Reason why no verdict is shown; None if one is shown, or if the default is the best size.
     """
@@ -236,13 +237,15 @@ class Judge:
         if self._is_pace_unknown:
             return Verdict(word, self._controls, self._cause(effect))
         is_shown = word is not SavingsWord.NOT_SHOWN
+        needed = None if is_shown else self._runs_needed(effect)
+        not_soon = "; it will not be settled soon" if needed is None and self._controls >= LEAST_CONTROLS else ""
         return Verdict(
             word=word,
             controls=self._controls,
-            cause=None if is_shown else self._cause(effect),
+            cause=None if is_shown else f"{self._cause(effect)}{not_soon}",
             now=Share(low=_saved(effect.low), middle=-math.expm1(-effect.middle), high=-math.expm1(-effect.high)),
             so_far=self._saving_so_far(effect, wasted),
-            runs_needed=None if is_shown else self._runs_needed(effect),
+            runs_needed=needed,
             control_runs=self.forgone_in_words(),
         )
 
@@ -294,18 +297,18 @@ class Judge:
         return taken(effect.low, -reach), taken(effect.middle, 0.0), taken(effect.high, reach)
 
     def _runs_needed(self, effect: Effect) -> int | None:
-        """Return the number of further runs that would show the effect as estimated now; None from `_FORESEEN` on."""
+        """Return the order of magnitude of the runs that would show the effect as estimated now; None if too many."""
         prior, (epochs, rate), walk = PRIOR_SD**2, self._model.spreads(), self._model.drift()
         # Variance of the pace between control runs, in the steady state of a local level model.
         pace = (walk**2 + walk * math.sqrt(walk**2 + 4 * rate**2)) / 2
         share = min(_CHANCE, self._budget / max(math.expm1(effect.middle), _LATE))
-        for more in range(1, _FORESEEN):
+        for about, more in _FORESEEN:
             controls = self._controls + more * share
             others = max(self._others + more - more * share, 1.0)
             variance = (epochs**2 + rate**2 + pace) / controls + epochs**2 / others
             evidence = effect.middle**2 / (2 * variance) * prior / (prior + variance)
             if controls >= LEAST_CONTROLS and evidence - math.log1p(prior / variance) / 2 > -math.log(2 * _ERROR):
-                return more
+                return about
         return None
 
     def _cause(self, effect: Effect) -> str:

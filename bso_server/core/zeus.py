@@ -41,7 +41,6 @@ from zeus_plugins.protocol import (
     SizeBelief,
     StopRule,
     TrialState,
-    expected_in_words,
     joules_in_words,
 )
 
@@ -323,8 +322,7 @@ def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generato
         reason = "never measured before"
     else:
         best = max((size for size in arms if arms[size].observations), key=lambda size: arms[size].mean)
-        completed = history.arms[best].completed
-        cost = expected_in_words(-arms[best].mean, completed.count, completed.mean)
+        cost = f"expected {joules_in_words(-arms[best].mean)}"
         if batch_size == best:
             reason = f"best so far, {cost}"
         else:

@@ -29,10 +29,10 @@ TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """Basis of the decision on a job's next trial; `evidence` is None if the job gets no control runs."""
+    """Basis of the decision on a job's next trial."""
 
     loaded: LoadedJob
-    evidence: Learned | None
+    evidence: Learned
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from operator import attrgetter
+from statistics import fmean
 from typing import TypeVar
 
+from bso_server.core.gp_voi.prior import CONSTANTS
 from bso_server.core.gp_voi.run_costs import drift_of
 from bso_server.core.model import TrialRecord
 from bso_server.core.policy import stop_rule
@@ -104,11 +106,9 @@ class Pages:
         job, job_id = stored.registration, stored.job_id
         history = load_history(transaction, stored)
         tallies = queries.tallies(transaction, job_id)
-        present = [tally for tally in tallies if not tally.other_gpus]
         latest = queries.latest_trials(transaction, job_id, limit=TRIALS_IN_THE_LOG)
         view = reading.job_view(transaction, stored, history, tallies, latest)
         totals = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)
-        means = _means_of(job, present)
         profiles = queries.present_power_profiles(transaction, job_id)
         newest = {each.batch_size: reading.power_profile_view(each) for each in profiles}
         return JobPage(
@@ -116,10 +116,10 @@ class Pages:
             created_at=stored.created_at,
             running=len(alive),
             last_activity_at=max(_instants(stored, [*latest, *alive])),
-            cost_unit=_cost_unit(job, means),
+            cost_unit=reading.cost_unit(job, view.arms),
             best_metric=_best_metric(transaction, job, tallies),
             points=_points(job, totals),
-            means=means,
+            means=_means_of(totals),
             power_profiles=tuple(newest[size] for size in sorted(newest)),
             energy_sources=_sources_of(totals),
             tariff=self._tariff,
@@ -250,33 +250,21 @@ def _points(job: CreatedJob, totals: Sequence[TrialTotals]) -> tuple[TrialPoint,
     )
 
 
-def _means_of(job: CreatedJob, tallies: Iterable[Tally]) -> tuple[SizeMeans, ...]:
-    """Return the mean time, energy and cost of the runs to the target at each size, under the job's η."""
-    reached: dict[int, list[Tally]] = {}
-    for tally in tallies:
-        if is_whole_run(tally):
-            reached.setdefault(tally.batch_size, []).append(tally)
+def _means_of(totals: Sequence[TrialTotals]) -> tuple[SizeMeans, ...]:
+    """Return the mean time and energy of the runs that count for the expected cost of an epoch at each size."""
+    reached: dict[int, list[TrialTotals]] = {}
+    for trial in totals:
+        if is_whole_run(trial) and not trial.other_gpus:
+            reached.setdefault(trial.batch_size, []).append(trial)
     found = []
-    for size, own in sorted(reached.items()):
-        runs = sum(tally.trials for tally in own)
-        time_s = sum(tally.time_s for tally in own) / runs
-        energy_j = sum(tally.energy_j for tally in own) / runs
-        cost_j = job.cost_j(time_s=time_s, energy_j=energy_j)
-        found.append(SizeMeans(batch_size=size, runs=runs, time_s=time_s, energy_j=energy_j, cost_j=cost_j))
+    for size, runs in sorted(reached.items()):
+        latest = runs[-CONSTANTS.most_cost_runs :]
+        time_s, energy_j = (fmean(getattr(each, name) or 0.0 for each in latest) for name in ("time_s", "energy_j"))
+        found.append(SizeMeans(batch_size=size, runs=len(latest), time_s=time_s, energy_j=energy_j))
     return tuple(found)
 
 
-def _cost_unit(job: CreatedJob, means: Sequence[SizeMeans]) -> CostUnit | None:
-    found = next((each for each in means if each.batch_size == job.default_batch_size), _cheapest(means))
-    if found is None:
-        return None
-    return CostUnit(batch_size=found.batch_size, runs=found.runs, cost_j=found.cost_j)
-
-
 def _present_cost_unit(transaction: Transaction, stored: StoredJob) -> CostUnit | None:
-    present = [tally for tally in queries.tallies(transaction, stored.job_id) if not tally.other_gpus]
-    return _cost_unit(stored.registration, _means_of(stored.registration, present))
-
-
-def _cheapest(means: Sequence[SizeMeans]) -> SizeMeans | None:
-    return min(means, key=lambda each: (each.cost_j, each.batch_size), default=None)
+    tallies, history = queries.tallies(transaction, stored.job_id), load_history(transaction, stored)
+    costs, _ = reading.expected_costs(transaction, stored, history, tallies)
+    return reading.cost_unit(stored.registration, reading.arm_views(history, costs))

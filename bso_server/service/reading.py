@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from bso_server.core import policy, quality
 from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord, advice_in_words, cost_of
-from bso_server.core.savings import Tally
+from bso_server.core.savings import Tally, default_cost
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.service import exports
 from bso_server.service.decisions import Basis, Decided, basis_of, decide
@@ -24,6 +24,7 @@ from bso_server.service.loading import known_job, known_trial, load_history
 from bso_server.service.savings import savings_of
 from bso_server.service.views import (
     DEFAULT_PAGE,
+    CostUnit,
     EpochList,
     EpochView,
     PowerProfileView,
@@ -43,6 +44,7 @@ from zeus_plugins.protocol import (
     JobSummary,
     JobView,
     MetricView,
+    SavingsView,
     Stage,
     StopRule,
     TrialList,
@@ -240,22 +242,47 @@ def job_view(
     trials: Sequence[TrialRecord],
 ) -> JobView:
     """Return a job with its arms, the number of its trials in each state, its savings, and these `trials`."""
-    expected, states = policy.expectations(history), trial_states(tallies)
+    (costs, savings), states = expected_costs(transaction, stored, history, tallies), trial_states(tallies)
     return JobView(
         job=stored.registration,
         stage=history.stage,
         min_cost_j=None if history.cheapest is None else history.cheapest.cost_j,
-        best_batch_size=expected.best,
-        arms=_arms(history, expected.costs),
+        best_batch_size=savings.batch_size,
+        arms=arm_views(history, costs),
         trial_count=stored.trial_count,
         trial_states={state: states[state] for state in TrialState if state in states},
         trials=tuple(trial_view(stored.registration, each) for each in trials),
-        savings=savings_of(transaction, stored, tallies, expected.best),
+        savings=savings,
         owner=stored.owner,
         shared=stored.shared,
         revisions=transaction.revisions(stored.job_id) if stored.revised_event else (),
         stuck=stuck_advice(transaction, history),
     )
+
+
+def expected_costs(
+    transaction: Transaction, stored: StoredJob, history: History, tallies: Sequence[Tally]
+) -> tuple[dict[int, ExpectedCost], SavingsView]:
+    """Return the expected cost of a run now at each size, the default's by `default_cost`, and the savings."""
+    found, default = policy.expectations(history), history.job.default_batch_size
+    savings, costs = savings_of(transaction, stored, tallies, found.best), dict(found.costs)
+    if savings.cost_j.now is not None and found.best in costs and default in costs:
+        costs[default] = default_cost(costs[found.best].mean_j, savings.cost_j.now)
+    return costs, savings
+
+
+def cost_unit(job: CreatedJob, arms: Sequence[ArmView]) -> CostUnit | None:
+    """Return the run with which pages compare costs; None before a run has reached the target.
+
+    Its cost is the expected one or, of a policy that expects none, the mean of its runs.
+    """
+    if not any(arm.n for arm in arms):
+        return None
+    found = {arm.batch_size: arm.mean_cost_j if arm.expected_cost_j is None else arm.expected_cost_j for arm in arms}
+    costs_j = {size: cost_j for size, cost_j in found.items() if cost_j is not None}
+    default = job.default_batch_size
+    size = default if default in costs_j else min(costs_j, key=costs_j.__getitem__)
+    return CostUnit(batch_size=size, cost_j=costs_j[size])
 
 
 def stuck_advice(transaction: Transaction, history: History) -> str | None:
@@ -284,7 +311,8 @@ def trial_states(tallies: Iterable[Tally]) -> Counter[TrialState]:
     return states
 
 
-def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmView, ...]:
+def arm_views(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmView, ...]:
+    """Return the results and expected costs of the job's sizes, ascending."""
     left_out = quality.left_out(history.job, history.arms)
     return tuple(
         ArmView(

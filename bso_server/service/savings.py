@@ -7,7 +7,7 @@ job, and adds later runs to it. Before each use, it compares the evidence with t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -17,13 +17,13 @@ import numpy as np
 from bso_server.core import policy
 from bso_server.core import savings as core
 from bso_server.core.model import Arm, History, Suggestion
-from bso_server.core.savings import Amounts, Tally, completed_count, learn, savings
+from bso_server.core.savings import Amounts, Tally, completed_count, default_cost, learn, savings
 from bso_server.core.verdict import CompletedRun, Evidence, Judge, Saved, Verdict, with_control
 from bso_server.service.cache import Cache
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import CreatedJob, SavingsView
+from zeus_plugins.protocol import CreatedJob, SavingsView, SizeBelief
 
 _JOBS = 2000
 """Number of jobs whose evidence is kept: about 10 kB and 500 bytes a run each."""
@@ -103,25 +103,38 @@ def saved_since(
         return core.saved_since(stored.registration, tallies, judge_of, first), judge_of("cost_j").verdict()
 
 
-def evidence_for(transaction: Transaction, stored: StoredJob, arms: Mapping[int, Arm]) -> Learned | None:
-    """Return the evidence by which a job gets control runs; None if it gets none. `arms` include all ends of trials.
+def evidence_for(transaction: Transaction, stored: StoredJob, arms: Mapping[int, Arm]) -> Learned:
+    """Return the evidence by which a job gets control runs; `arms` include all ends of trials.
 
     Other readers may add later runs to the evidence; then the job's row has changed, too.
     """
-    job = stored.registration
-    if not job.controls or not policy.find(job.policy).controls:
-        return None
     with _evidence(transaction, stored, sum(arm.completed.count for arm in arms.values())) as learned:
         return learned
 
 
-def suggestion_for(history: History, rng: np.random.Generator, evidence: Learned | None) -> Suggestion:
+def suggestion_for(history: History, rng: np.random.Generator, evidence: Learned) -> Suggestion:
     """Return the next trial's batch size: the policy's, or a control run's.
 
     `evidence` is by `evidence_for`, and errors as in `policy.suggest`.
     """
     suggestion = policy.suggest(history, rng, explains=True)
-    if evidence is None:
-        return suggestion
     with evidence.lock:
-        return with_control(history, suggestion, evidence.by["cost_j"].judge)
+        judge_of = evidence.by["cost_j"].judge
+        return with_control(history, _with_default_cost(history.job, suggestion, judge_of), judge_of)
+
+
+def _with_default_cost(job: CreatedJob, suggestion: Suggestion, judge_of: Callable[[int], Judge]) -> Suggestion:
+    """Return the suggestion with the default's cost by `default_cost` among the numbers behind it."""
+    decision, default = suggestion.decision, job.default_batch_size
+    if decision is None or decision.incumbent is None:
+        return suggestion
+    sizes, now = {each.batch_size: each for each in decision.sizes}, judge_of(decision.incumbent).verdict().now
+    best = sizes.get(decision.incumbent)
+    if now is None or best is None or best.expected_cost_j is None or default not in sizes:
+        return suggestion
+    cost, chance = default_cost(best.expected_cost_j, now), sizes[default].chance_best
+    low_j, high_j = cost.band_j or (None, None)
+    sizes[default] = SizeBelief(
+        batch_size=default, expected_cost_j=cost.mean_j, low_j=low_j, high_j=high_j, chance_best=chance
+    )
+    return replace(suggestion, decision=decision.model_copy(update={"sizes": tuple(sizes.values())}))

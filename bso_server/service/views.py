@@ -129,10 +129,9 @@ class TrialPoint:
 
 
 class CostUnit(WireMessage):
-    """The mean run with which pages compare costs: at the default, or without such a run at the cheapest size."""
+    """Run now with which pages compare costs: at the default or, if its cost is unknown, at the cheapest size."""
 
     batch_size: int
-    runs: int  # number of runs that reached the target
     cost_j: float
 
 
@@ -179,13 +178,12 @@ class JobsPage(WireMessage):
 
 
 class SizeMeans(WireMessage):
-    """The mean time (s), energy (J) and cost (J) of the runs of a batch size that reached the target."""
+    """The mean time (s) and energy (J) of the latest runs of a batch size that reached the target."""
 
     batch_size: int
     runs: int
     time_s: float
     energy_j: float
-    cost_j: float
 
 
 class JobPage(WireMessage):

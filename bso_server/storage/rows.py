@@ -100,6 +100,7 @@ class TrialTotals:
     energy_j: float | None
     energy_source: str | None
     metric: float | None
+    other_gpus: bool
 
 
 @lru_cache(maxsize=1024)

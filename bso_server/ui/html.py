@@ -124,7 +124,6 @@ def templates() -> Environment:
         state=words.STATES.__getitem__,
         origin=words.ORIGINS.__getitem__,
         busy=words.of_busy,
-        interval=words.interval,
         sentence=words.sentence,
         setting=words.setting,
         pixels=pixels,

@@ -11,7 +11,6 @@ from bso_server.service.views import (
     CostUnit,
     JobPage,
     JobsPage,
-    MomentPage,
     Tariff,
     TrialPage,
 )
@@ -25,7 +24,6 @@ from zeus_plugins.protocol import (
     Origin,
     Revision,
     SavingsWord,
-    Share,
     TrialState,
     TrialView,
     busy_remark,
@@ -77,26 +75,6 @@ def units_of(page: Any) -> units.PageUnits:
         case _:
             largest_j = _ROOM * max((each.cost_j or 0.0 for each in getattr(page, "points", ())), default=0.0)
     return units.PageUnits(units.energy_unit(largest_j or 1.0), None if cost_unit is None else cost_unit.cost_j)
-
-
-def of_cost_unit(cost_unit: CostUnit, job: CreatedJob) -> str:
-    """Name the run to which costs are compared, such as ``a run at your default, 64``."""
-    own = "your default, " if cost_unit.batch_size == job.default_batch_size else ""
-    return f"a run at {own}{cost_unit.batch_size}"
-
-
-def of_costs(page: JobPage) -> str:
-    """Describe the lines in the chart of costs: the run that is 100 %, and a run now with its band."""
-    savings, now, unit = page.view.savings, page.view.savings.cost_j.now, page.cost_unit
-    if unit is None:
-        return ""
-    runs = "one run" if unit.runs == 1 else f"the mean of {unit.runs} runs"
-    text = f"In % of {of_cost_unit(unit, page.view.job)}: the dashed line, {runs}."
-    if now is None or now.low is None:
-        return text
-    low, high = units.percent(1 - now.high), units.percent(1 - now.low)
-    middle = units.percent(1 - now.middle)
-    return f"{text} Band: a run now, at {savings.batch_size}: {middle} (90 % interval: {low} to {high})."
 
 
 class Headline(NamedTuple):
@@ -176,13 +154,9 @@ def of_job(page: JobPage) -> Headline:
     savings = view.savings
     if not savings.is_shown:
         text = savings.claim if best == default else f"{best} is the best batch size so far"
-        arm, unknown = view.arm_of(best), "" if best == default else f"{savings.claim}."
-        cost = "" if arm is None else f"A run at {best}: {arm.in_words}"
-        cost = sentence(cost, units_of(page))
-        parts = cost, unknown, savings.evidence, savings.control_runs, savings.so_far
-        return Headline(text, " ".join(filter(None, parts)))
-    details = " ".join(filter(None, (savings.control_runs, savings.so_far)))
-    return Headline(savings.claim, details, "gain" if savings.word is SavingsWord.SAVES else "loss")
+        unknown = "" if best == default else f"{savings.claim}."
+        return Headline(text, " ".join(filter(None, (unknown, savings.evidence, savings.control_runs))))
+    return Headline(savings.claim, savings.control_runs, "gain" if savings.word is SavingsWord.SAVES else "loss")
 
 
 def _of_first(page: JobPage, trial: TrialView) -> Headline:
@@ -301,13 +275,6 @@ def rates(tariff: Tariff) -> dict[str, Callable[[float], str]]:
     return found
 
 
-def of_moment(page: MomentPage) -> Headline:
-    """Explain a trial's batch size."""
-    trial = page.trial
-    reason = sentence(page.explanation.sentence, units_of(page))
-    return Headline(f"Run {trial.trial_number} got {trial.batch_size}", reason)
-
-
 def of_trial(page: TrialPage) -> Headline:
     """Summarise the state or outcome of a trial."""
     trial, job = page.trial, page.job
@@ -345,12 +312,6 @@ def of_trial(page: TrialPage) -> Headline:
 
 def _message(page: TrialPage) -> str:
     return sentence(_IN_BRACKETS.sub("", page.trial.message or ""), units_of(page))
-
-
-def interval(share: Share) -> str:
-    """Return the 90 % interval of a saving."""
-    low = "no bound" if share.low is None else units.number(100 * share.low, 2)
-    return f"{low} to {units.percent(share.high)}"
 
 
 def of_busy(waited_share: float | None) -> str:

@@ -87,8 +87,7 @@ def test_show_is_readable(used_server: ServerProcess) -> None:
     show = ("jobs", "show", "night.ly-1", "--database-url", used_server.database_url)
     text = bso_server(*show).stdout
     assert text.splitlines()[0] == (
-        "job night.ly-1: pruning stage, 2 trials (1 running, 1 completed), best batch size 16, "
-        "expected 500 J (one run: 500 J)"
+        "job night.ly-1: pruning stage, 2 trials (1 running, 1 completed), best batch size 16, expected 500 J"
     )
     assert text.splitlines()[2] == ("Your default, 16, is the best batch size so far.")
     assert "energy by nvml" in text

@@ -31,6 +31,7 @@ from zeus_plugins.protocol import (
     GP_VOI,
     OWN_POLICIES,
     ZEUS,
+    ArmView,
     CandidateWorth,
     Decision,
     Explanation,
@@ -38,7 +39,6 @@ from zeus_plugins.protocol import (
     SizeBelief,
     StopRule,
     TrialState,
-    expected_in_words,
     joules_in_words,
 )
 
@@ -165,9 +165,14 @@ def test_costs_in_words(joules: float, words: str) -> None:
 
 
 def test_expected_cost_is_shown_beside_the_measured_mean() -> None:
-    assert expected_in_words(1530, 1, 1784) == "expected 1530 J (one run: 1780 J)"
-    assert expected_in_words(102, 3, 104) == "expected 102 J (mean of 3 runs: 104 J)"
-    assert expected_in_words(102, 0, None) == "expected 102 J"
+    def words(runs: int, mean_j: float | None) -> str:
+        fields = {"trials": runs, "n": runs, "mean_cost_j": mean_j, "std_cost_j": None, "infeasible": None}
+        return ArmView(batch_size=8, expected_cost_j=102, expected_low_j=90, expected_high_j=110, **fields).in_words
+
+    assert words(0, None) == words(3, 104) == "expected 102 J"
+    why = "ignores that later runs and other sizes' runs count, too"
+    assert words(1, 1784) == f"expected 102 J (its run, 1780 J, {why})"
+    assert words(22, 88) == f"expected 102 J (the mean of its 22 runs, 88 J, {why})"
 
 
 def test_stop_rule_is_described_in_words() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bso_server.core.savings import Amounts, Tally, amounts, savings
+from bso_server.core.model import ExpectedCost
+from bso_server.core.savings import Amounts, Tally, amounts, default_cost, savings
 from bso_server.core.verdict import Evidence, Run
 from tests.support.histories import make_job
 from zeus_plugins.protocol import AmountSaved, Origin, SavingsView, SavingsWord, Share, TrialState
@@ -92,8 +93,9 @@ SAVED, LOST = Share(low=0.25, middle=0.31, high=0.37), Share(low=-0.14, middle=-
         (view_of(SavingsWord.SAVES, SAVED), "32 saves 31 % (25 to 37 %) of what a run costs at your default, 16."),
         (view_of(SavingsWord.LOSES, LOST), "32 costs 10 % (6 to 14 %) more than your default, 16."),
         (
-            view_of(SavingsWord.NOT_SHOWN, SAVED, cause="1 of 3", runs_needed=9),
-            "Whether 32 saves against your default, 16, is not shown yet. 1 of 3; about 9 more runs would settle it.",
+            view_of(SavingsWord.NOT_SHOWN, SAVED, cause="1 of 3", runs_needed=30),
+            "Whether 32 saves against your default, 16, is not shown yet: a run at 32 costs 69 % (63 to 75 %) of one "
+            "at 16. 1 of 3; about 30 more runs would settle it.",
         ),
         (view_of(SavingsWord.NOT_SHOWN, None, 16), "Your default, 16, is the best batch size so far."),
     ],
@@ -119,10 +121,16 @@ def test_saving_is_claimed_only_after_exploration_is_paid_back() -> None:
     paid = view_of(SavingsWord.SAVES, None, cost_j=AmountSaved(**both, saved=7.7))
     unpaid = view_of(SavingsWord.SAVES, None, cost_j=AmountSaved(**both, saved=None))
     told = "All runs so far, with exploration and control runs,"
-    assert paid.so_far == f"{told} saved 10 % (2 to 20 %) of the default's cost."
-    assert unpaid.so_far == (
-        f"{told} cost between 80 % and 98 % of what the default would have cost: not shown to be paid back yet."
-    )
+    told += " cost 90 % (80 to 98 %) of what the default would have cost"
+    assert paid.so_far == f"{told}."
+    assert unpaid.so_far == f"{told}: not shown to be paid back yet."
+
+
+def test_default_costs_what_the_saving_says() -> None:
+    """The best size costs 69 J, which is 31 % (25 to 37 %) less."""
+    assert default_cost(69, SAVED) == ExpectedCost(pytest.approx(100), (pytest.approx(92), pytest.approx(69 / 0.63)))
+    for unbounded in (Share(low=None, middle=0.31, high=0.37), Share(low=0.25, middle=0.31, high=1)):
+        assert default_cost(69, unbounded) == ExpectedCost(pytest.approx(100), None)
 
 
 def test_uninformative_interval_is_not_shown() -> None:

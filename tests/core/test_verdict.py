@@ -148,13 +148,17 @@ def test_cause_names_the_varying_quantity() -> None:
     )
 
 
-def test_runs_needed_estimates_the_runs_until_the_verdict() -> None:
+def test_runs_needed_is_an_order_of_magnitude() -> None:
     runs = [*EXPLORED, *recurring(100, 93, 20)]
     words = [judged(runs[:count]).word for count in range(len(runs))]
     shown = words.index(SavingsWord.SAVES)
-    needed = judged(runs[: len(EXPLORED) + 8]).runs_needed
-    assert needed is not None
-    assert 0.4 * (shown - 10) <= needed <= 3 * (shown - 10)
+    verdict = judged(runs[: len(EXPLORED) + 8])
+    assert verdict.runs_needed in (10, 30, 100)
+    assert 0.4 * (shown - 10) <= verdict.runs_needed <= 3 * (shown - 10)
+    assert "soon" not in (verdict.cause or "")
+    late = judged([*EXPLORED, *recurring(100, 100, 12)])
+    assert late.runs_needed is None
+    assert (late.cause or "").endswith("; it will not be settled soon")
 
 
 class TestSavingSoFar:

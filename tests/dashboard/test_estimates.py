@@ -114,9 +114,9 @@ def test_command_marks_each_estimated_figure(new_database: str, capsys: pytest.C
     job_of(new_database, BY_CPU_TIME)
     shown = command_of(new_database, capsys)
     head, savings, *_ = shown.splitlines()[::2]
-    assert head.endswith("J), estimated")
+    assert head.endswith("J, estimated")
     assert savings.endswith(" Costs are estimated.")
-    for column in ("MEAN COST J", "EXPECTED COST J", "ENERGY J", "COST J"):
+    for column in ("EXPECTED COST J", "ENERGY J", "COST J"):
         assert f"  {column} (ESTIMATED)" in shown
 
 

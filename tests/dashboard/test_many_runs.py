@@ -53,7 +53,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     run_apart(fill)
     with closing(sqlite3.connect(file)) as database:
-        database.execute("UPDATE jobs SET trial_count = 5000, event_count = 10000, folded_event = 10000")
+        database.execute("UPDATE jobs SET trial_count = 5000, event_count = 10000, folded_event = 0")
         database.commit()
     return file
 

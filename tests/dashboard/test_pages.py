@@ -166,7 +166,9 @@ async def test_page_of_job_has_bands_of_explanation(http: httpx.AsyncClient) -> 
         assert (expected_j, low_j, high_j) == pytest.approx(
             (size["expected_cost_j"], size["low_j"], size["high_j"]), rel=1e-3
         )
-        assert f"90 % interval {show.cost(low_j)} to {show.cost(high_j)}" in page
+        # As in a stored belief, to four digits.
+        low, high = (show.cost(float(f"{end_j:.4g}")) for end_j in (low_j, high_j))
+        assert f"90 % interval {low} to {high}" in page
 
 
 async def test_jobs_are_found_by_part_of_name_page_by_page(new_database: str, new_http: httpx.AsyncClient) -> None:
@@ -282,19 +284,23 @@ async def test_settings_are_in_words_and_without_terms_that_the_policy_ignores(h
 async def test_costs_are_shares_of_a_run_at_the_default(http: httpx.AsyncClient) -> None:
     twin = (await http.get(f"/ui/jobs/{SETTLED}.json")).json()
     page = Page((await http.get(f"/ui/jobs/{SETTLED}")).text)
-    at_default = [trial for trial in twin["view"]["trials"] if trial["batch_size"] == 64]
-    mean_j = sum(trial["cost_j"] for trial in at_default) / len(at_default)
-    assert twin["cost_unit"] == {"batch_size": 64, "runs": len(at_default), "cost_j": pytest.approx(mean_j)}
+    arms = {arm["batch_size"]: arm["expected_cost_j"] for arm in twin["view"]["arms"]}
+    default_j = arms[64]
+    assert twin["cost_unit"] == {"batch_size": 64, "cost_j": default_j}
+    for address in (f"{SETTLED}.json?at=5", f"{SETTLED}/trials/5.json"):
+        assert (await http.get(f"/ui/jobs/{address}")).json()["cost_unit"] == twin["cost_unit"]
+    # The best size has one cost: beside the other sizes, and in the verdict.
+    now = twin["view"]["savings"]["cost_j"]["now"]
+    assert arms[256] / default_j == pytest.approx(1 - now["middle"])
     shown = {path: told for _, path, told in page.figures}
     for number, trial in enumerate(twin["view"]["trials"]):
-        assert shown[f"view.trials.{number}.cost_j"] == f"{trial['cost_j'] / mean_j:.0%}".replace(
+        assert shown[f"view.trials.{number}.cost_j"] == f"{trial['cost_j'] / default_j:.0%}".replace(
             "%", f"{units.SPACE}%"
         )
-    now = twin["view"]["savings"]["cost_j"]["now"]
-    low, high = (f"{100 * (1 - now[end]):.0f} %" for end in ("high", "low"))
     text = page.text.replace(units.SPACE, " ")
-    assert f"the mean of {len(at_default)} runs. Band: a run now, at 256: " in text
-    assert f"(90 % interval: {low} to {high})" in text
+    words = "The dashed line, 100 %, is a run at your default, 64, now. The band is the 90 % interval of a run at 256."
+    assert words in text
+    assert len(re.findall(rf"\b{100 * now['middle']:.0f} % \(", text)) == 1
     assert "Exploration has cost as much as" in text
     assert not re.search(r"\d [kM]?J", text)
 
@@ -304,11 +310,11 @@ class TestWords:
         ("address", "said"),
         [
             ("", "saved so far"),
-            (f"jobs/{JOB}", "256 is the best batch size so far A run at 256: expected"),
-            (f"jobs/{JOB}", "Whether 256 saves against your default, 64, is not shown yet."),
+            (f"jobs/{JOB}", "256 is the best batch size so far Whether 256 saves against your default, 64, is not"),
+            (f"jobs/{JOB}", "is not shown yet: a run at 256 costs 65 % ("),
             (f"jobs/{JOB}", "Control runs are off."),
             (f"jobs/{SETTLED}", "256 saves "),
-            (f"jobs/{SETTLED}", "All runs so far, with exploration and control runs, saved "),
+            (f"jobs/{SETTLED}", "Cost of all runs so far, against 64"),
             ("jobs/llama-sft", "No run has reached the target yet 2 crashed and 1 did not fit"),
             (f"jobs/{JOB}", "Run 15 got 256. Best so far, expected"),
             (f"jobs/{JOB}/trials/3", "A run to the target was expected to cost "),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.frameworks import FrameworkBench
-from tests.support.job_bench import EPOCH_OF_48, SERVERS_SIZE
+from tests.support.job_bench import EPOCH_OF_48
 from zeus_plugins.protocol import EndReason, TrialState
 
 

@@ -94,7 +94,7 @@ PUBLIC = {
             "TrialPowerProfile",
         ),
         *("CandidateWorth", "Decision", "MAX_CANDIDATES", "Explanation", "SizeBelief"),
-        *("changes_in_words", "expected_in_words", "joules_in_words"),
+        *("changes_in_words", "joules_in_words"),
         *("GP_VOI", "OWN_POLICIES", "RefusalReason", "RegistrationId", "ZEUS"),
         *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Verdict", "cost"),
         *(

@@ -284,7 +284,7 @@ async def test_all_views_show_the_same_saving(bso: JobService) -> None:
     assert view.savings.in_words in job_text(view)
     report = html.page(job_page, html.Reader(root="", now=bso.now)).replace("&#39;", "'")
     assert view.savings.claim in report
-    assert view.savings.so_far in report
+    assert view.savings.control_runs in report
 
 
 async def test_no_view_claims_an_unproven_saving(bso: JobService) -> None:

@@ -109,5 +109,4 @@ from zeus_plugins.protocol._views import TrialFacts as TrialFacts
 from zeus_plugins.protocol._views import TrialList as TrialList
 from zeus_plugins.protocol._views import TrialView as TrialView
 from zeus_plugins.protocol._views import changes_in_words as changes_in_words
-from zeus_plugins.protocol._views import expected_in_words as expected_in_words
 from zeus_plugins.protocol._views import joules_in_words as joules_in_words

@@ -64,14 +64,6 @@ def joules_in_words(joules: float) -> str:
     return f"{float(f'{joules / size:.3g}'):g} {unit}"
 
 
-def expected_in_words(expected_j: float, runs: int, mean_j: float | None) -> str:
-    """Describe an expected cost and the mean cost of the runs, such as ``expected 102 J (mean of 3 runs: 104 J)``."""
-    words = f"expected {joules_in_words(expected_j)}"
-    if not runs or mean_j is None:
-        return words
-    return f"{words} ({'one run' if runs == 1 else f'mean of {runs} runs'}: {joules_in_words(mean_j)})"
-
-
 class TrialFacts(WireMessage):
     """The facts of a trial that views and exports share. Measured fields are None until the first report.
 
@@ -212,10 +204,15 @@ class ArmView(WireMessage):
 
     @property
     def in_words(self) -> str:
-        """The expected cost of a run and the mean of its runs, such as ``expected 102 J (mean of 3 runs: 104 J)``."""
+        """The expected cost of a run, and why the mean of its runs lies outside the 90 % band, if it does."""
         if self.expected_cost_j is None:
             return "no cost expected yet"
-        return expected_in_words(self.expected_cost_j, self.n, self.mean_cost_j)
+        words, mean_j = f"expected {joules_in_words(self.expected_cost_j)}", self.mean_cost_j
+        low_j, high_j = self.expected_low_j, self.expected_high_j
+        if low_j is None or high_j is None or mean_j is None or low_j <= mean_j <= high_j:
+            return words
+        runs = "its run" if self.n == 1 else f"the mean of its {self.n} runs"
+        return f"{words} ({runs}, {joules_in_words(mean_j)}, ignores that later runs and other sizes' runs count, too)"
 
 
 class JobSummary(WireMessage):
@@ -275,6 +272,12 @@ class Share(WireMessage):
         low, high = sorted((sign * self.low, sign * self.high))
         return f"{middle} ({round(100 * low)} to {round(100 * high)} %)"
 
+    @property
+    def cost_in_words(self) -> str:
+        """The cost that remains, in % of the default's, such as ``69 % (63 to 75 %)``."""
+        low, high = (None, 1.0) if self.low is None else (1 - self.high, 1 - self.low)
+        return Share(low=low, middle=1 - self.middle, high=high).in_words
+
 
 class AmountSaved(WireMessage):
     """The saving in one measure: energy (J), time (s) or cost (J).
@@ -299,7 +302,8 @@ class SavingsView(WireMessage):
         word: The verdict, by cost.
         batch_size: The best size, which is compared with the default; None before a run has reached the target.
         controls: Number of runs at the default that are evidence.
-        runs_needed: About how many more runs would settle the verdict; None if it is shown, or none can be foreseen.
+        runs_needed: Order of magnitude of the further runs that would settle the verdict: 10, 30 or 100; None if it is
+            shown, or if it takes more.
         cause: Why the verdict is not shown; None if it is.
         recurrences: Number of runs that reached the target.
         exploration_cost_j: Cost of all trials that explored, joules.
@@ -339,7 +343,9 @@ class SavingsView(WireMessage):
             return f"{best} saves {now.in_words} of what a run costs at {default}"
         if self.word is SavingsWord.LOSES and now is not None:
             return f"{best} costs {now.in_words} more than {default}"
-        return f"Whether {best} saves against {default}, is not shown yet"
+        unknown = f"Whether {best} saves against {default}, is not shown yet"
+        own = self.default_batch_size
+        return unknown if now is None else f"{unknown}: a run at {best} costs {now.cost_in_words} of one at {own}"
 
     @property
     def evidence(self) -> str:
@@ -349,21 +355,17 @@ class SavingsView(WireMessage):
         text = f"{self.cause[0].upper()}{self.cause[1:]}"
         if self.runs_needed is None:
             return f"{text}."
-        runs = "1 more run" if self.runs_needed == 1 else f"{self.runs_needed} more runs"
-        return f"{text}; about {runs} would settle it."
+        return f"{text}; about {self.runs_needed} more runs would settle it."
 
     @property
     def so_far(self) -> str:
-        """Saving of all trials together, as a sentence; empty if nothing is known."""
+        """Cost of all trials together, as a sentence; empty if nothing is known."""
         share = self.cost_j.so_far
         if share is None or share.low is None or share.high > _HARDLY_KNOWN:
             return ""
-        if self.cost_j.saved is not None:
-            return f"All runs so far, with exploration and control runs, saved {share.in_words} of the default's cost."
-        return (
-            f"All runs so far, with exploration and control runs, cost between {_of_default(share.high)} and "
-            f"{_of_default(share.low)} of what the default would have cost: not shown to be paid back yet."
-        )
+        verdict = "" if self.cost_j.saved is not None else ": not shown to be paid back yet"
+        cost = f"{share.cost_in_words} of what the default would have cost"
+        return f"All runs so far, with exploration and control runs, cost {cost}{verdict}."
 
     @property
     def in_words(self) -> str:
@@ -372,10 +374,6 @@ class SavingsView(WireMessage):
 
 
 _HARDLY_KNOWN = 0.99
-
-
-def _of_default(saved: float) -> str:
-    return f"{1 - saved:.0%}".replace("%", " %")
 
 
 class Change(WireMessage):

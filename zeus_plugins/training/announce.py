@@ -176,10 +176,7 @@ class Announcer:
         tried = [arm for arm in able if arm.trials]
         if len(tried) < len(able):
             return f"Tried so far: {len(tried)} of {len(self._plan.job.batch_sizes)} batch sizes."
-        best = view.arm_of(view.best_batch_size)
-        if best is None:
-            return "All batch sizes are tried."
-        return f"All batch sizes are tried; the best so far is {best.batch_size}, {best.in_words}."
+        return "All batch sizes are tried."
 
     def _out_of_reach(self, trial: TrialInfo) -> str | None:
         """Return a warning if the own size missed the target by more than the metric moved in its last third."""

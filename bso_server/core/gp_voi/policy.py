@@ -50,7 +50,7 @@ from zeus_plugins.protocol import (
     Origin,
     SizeBelief,
     StopRule,
-    expected_in_words,
+    joules_in_words,
 )
 
 MOST_SIZES = 64
@@ -216,7 +216,7 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth], r
     """
     incumbent = forecast.incumbent
     size = history.job.batch_sizes[incumbent]
-    cost = _expected_cost(history, forecast)
+    cost = _expected_cost(forecast)
     if not forecast.incumbent_converges:
         reason = f"no size that can still run is known to reach the target: this one looks cheapest, {cost}"
         return incumbent, Origin.EXPLORATION, reason
@@ -273,16 +273,15 @@ def _check(history: History, forecast: Forecast) -> tuple[_Choice, Worth] | None
     if not cheap:
         return None
     index = max(cheap, key=lambda each: cheap[each].index)
-    best, cost = sizes[incumbent], _expected_cost(history, forecast)
+    best, cost = sizes[incumbent], _expected_cost(forecast)
     trial = "another trial" if history.arms[sizes[index]].observed.count else "a trial"
     reason = f"{trial}: no run has shown yet that {sizes[index]} costs more than {best}, the best so far, {cost}"
     return (index, Origin.EXPLORATION, reason), cheap[index]
 
 
-def _expected_cost(history: History, forecast: Forecast) -> str:
-    """Return the expected cost of the incumbent beside the cost of its runs, in words."""
-    arm = history.arms[history.job.batch_sizes[forecast.incumbent]]
-    return expected_in_words(forecast.expected_cost_j(forecast.incumbent), arm.completed.count, arm.completed.mean)
+def _expected_cost(forecast: Forecast) -> str:
+    """Return the expected cost of the incumbent in words."""
+    return f"expected {joules_in_words(forecast.expected_cost_j(forecast.incumbent))}"
 
 
 def _left_out(history: History) -> str:
