@@ -11,7 +11,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.spec import SecurityRequirement
 from litestar.params import QueryParameter
 
-from bso_server.api.auth import CallerRequest, needs
+from bso_server.api.auth import CallerRequest, needs, readable
 from bso_server.api.bodies import require_json
 from bso_server.api.errors import BODY, errors
 from bso_server.api.parameters import LARGEST, JobInPath, Reader, Service, TrialNumber
@@ -61,13 +61,15 @@ async def discard_trial(job_id: JobInPath, trial_number: TrialNumber, service: S
     return await service.transact(service.commands.discard, job_id, trial_number)
 
 
-@get(Paths.HEALTH, summary="Tell that the process is up", opt=needs(None), security=_OPEN, responses=errors(always=()))
+@readable(
+    Paths.HEALTH, summary="Tell that the process is up", opt=needs(None), security=_OPEN, responses=errors(always=())
+)
 async def live() -> Liveness:
     """Answer while the process runs."""
     return Liveness()
 
 
-@get(
+@readable(
     Paths.READY,
     summary="Tell that requests can be served",
     opt=needs(None),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from http import HTTPMethod, HTTPStatus
 from typing import Any, cast
 
-from litestar import Request
+from litestar import Request, route
 from litestar.exceptions import ClientException, HTTPException
 from litestar.handlers.http_handlers import HTTPRouteHandler
 from litestar.middleware import ASGIMiddleware
@@ -29,6 +30,9 @@ from bso_server.service.tokens import (
 
 CallerRequest = Request[Caller, Any, Any]
 """A request whose `user` is the caller that `AccessControl` identified."""
+
+readable = partial(route, http_method=[HTTPMethod.GET, HTTPMethod.HEAD])
+"""Decorator of a route for reading: programs that look after servers ask by HEAD, and get no body."""
 
 PAGE: dict[str, Any] = {"page": True}
 """The ``opt`` of a page, added to `needs`: other sites may link to it, and a proxy may name its reader."""

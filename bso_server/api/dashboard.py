@@ -12,13 +12,13 @@ from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple
 
-from litestar import Request, Response, Router, get
+from litestar import Request, Response, Router
 from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException, NotFoundException
 from litestar.params import PathParameter, QueryParameter
 
 from bso_server.api import errors
-from bso_server.api.auth import PAGE, needs
+from bso_server.api.auth import PAGE, needs, readable
 from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, Since
 from bso_server.errors import UnauthenticatedError
 from bso_server.service.pages import Found, Pages, View, digest
@@ -64,7 +64,7 @@ _INSTEAD = {
 _WORTH_PACKING = 1400
 
 
-@get(["/", "/jobs.json"], opt=PAGE)
+@readable(["/", "/jobs.json"], opt=PAGE)
 async def jobs(
     request: AnyRequest, source: Source, containing: _Containing = None, after: _After = None
 ) -> Response[bytes]:
@@ -72,13 +72,13 @@ async def jobs(
     return await _Tag(request).shown(source, source.pages.jobs, containing=containing or None, cursor=after)
 
 
-@get("/", opt=needs(None), include_in_schema=False)
+@readable("/", opt=needs(None), include_in_schema=False)
 async def home() -> Response[bytes]:
     """Redirect the server's root to its pages."""
     return Response(b"", status_code=HTTPStatus.SEE_OTHER, headers={**_HEADERS, "Location": "./ui/"})
 
 
-@get("/jobs/{name:str}", opt=PAGE)
+@readable("/jobs/{name:str}", opt=PAGE)
 async def job(request: AnyRequest, name: _NAME, source: Source, at: _At = None) -> Response[bytes]:
     """Show a job as it is now, or as it was when trial `at` was chosen.
 
@@ -91,14 +91,14 @@ async def job(request: AnyRequest, name: _NAME, source: Source, at: _At = None) 
     return await tag.shown(source, source.pages.job, job_id)
 
 
-@get("/jobs/{name:str}/trials/{number:str}", opt=PAGE)
+@readable("/jobs/{name:str}/trials/{number:str}", opt=PAGE)
 async def trial(request: AnyRequest, name: _NAME, number: _TRIAL_NAME, source: Source) -> Response[bytes]:
     """Show a trial; return it as JSON if `number` ends with ``.json``."""
     trial_number = min(int(number.removesuffix(_JSON)), LARGEST)
     return await _Tag(request).shown(source, source.pages.trial, name, trial_number)
 
 
-@get(["/report", "/report.json"], opt=PAGE)
+@readable(["/report", "/report.json"], opt=PAGE)
 async def fleet_report(
     request: AnyRequest, fleet: Fleet, since: Since = "30d", by: GroupedBy = "owner"
 ) -> Response[bytes]:
@@ -107,7 +107,7 @@ async def fleet_report(
     return _Tag(request).answer((digest([page]), page))
 
 
-@get(
+@readable(
     [
         "/health",
         "/health.json",
@@ -127,7 +127,7 @@ async def removed(request: AnyRequest) -> Response[bytes]:
     raise HTTPException(f"this page was removed: {instead}", status_code=HTTPStatus.GONE)
 
 
-@get("/static/{name:str}", opt=needs(None))
+@readable("/static/{name:str}", opt=needs(None))
 async def static(request: AnyRequest, name: _NAME) -> Response[bytes]:
     """Return a static file of the pages. Its address changes with its contents."""
     if name not in html.MEDIA_TYPES:

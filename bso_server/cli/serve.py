@@ -150,6 +150,7 @@ class BoundedProtocol(H11Protocol):
         """Pass the bytes on in pieces, because h11 limits the size only of incomplete heads."""
         if self._is_too_many:
             self._refuse(503, "the server has no room for another connection at present: send the request again")
+        self._begin_head()
         for begin in range(0, len(data), MOST_HEAD_BYTES):
             if not self.transport.is_closing():
                 super().data_received(data[begin : begin + MOST_HEAD_BYTES])
@@ -158,6 +159,16 @@ class BoundedProtocol(H11Protocol):
         """Restart the deadline; uvicorn closes connections that stay idle."""
         self._since = self.loop.time() + self.timeout_keep_alive
         super().on_response_complete()
+        if self.conn.trailing_data[0] and not self._is_answering:
+            self._unset_keepalive_if_required()
+            self._begin_head()
+
+    def _begin_head(self) -> None:
+        """Start the deadline of a head that follows an answer."""
+        if self._since > self.loop.time():
+            self._since = self.loop.time()
+            self._alarm.cancel()
+            self._alarm = self.loop.call_later(self.read_timeout_s, self._look)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's text is shorter
         """Refuse a request that h11 cannot parse."""

@@ -305,6 +305,16 @@ class TestWaiting:
             client.send(HALF_A_HEAD)
             assert (await client.all()).startswith(b"HTTP/1.1 408 ")
 
+    async def test_incomplete_second_request_head_times_out_before_an_idle_connection(self) -> None:
+        async with on_app(keep_alive_s=10 * PATIENCE_S) as (server, _):
+            whole = b"GET /now HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            pipelined, second = await server.connect(whole + HALF_A_HEAD), await server.connect(whole)
+            assert (await second.answer()).startswith(b"HTTP/1.1 200 ")
+            second.send(HALF_A_HEAD)
+            await pipelined.answer()
+            for client in (pipelined, second):
+                assert (await client.all()).startswith(b"HTTP/1.1 408 ")
+
     async def test_connection_with_an_unread_answer_is_closed(self) -> None:
         async with on_app() as (server, _):
             await server.connect(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -346,3 +346,10 @@ def test_unknown_routes_and_methods_are_refused(http: httpx.Client) -> None:
     response = http.put("/report")
     assert_refused(response, 405, None)
     assert response.headers["Allow"] == "POST, OPTIONS"
+
+
+@pytest.mark.parametrize("path", ["/", "/ui", "/ui/", "/ui/static/style.css", "/health/live", "/health/ready"])
+def test_head_answers_like_get_without_a_body(http_on_sqlite: httpx.Client, path: str) -> None:
+    head, get = http_on_sqlite.head(path), http_on_sqlite.get(path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers.get("Content-Type") == get.headers.get("Content-Type")
