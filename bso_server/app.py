@@ -132,11 +132,14 @@ async def prepare(store: Store, *, migrate: bool = False) -> None:
 
     Raises:
         DatabaseNotReadyError: The schema was not upgraded, and is not the schema of this version.
+        DatabaseUnavailableError: The database cannot be reached, or only by a pooler of transactions.
     """
     if migrate or store.is_sqlite:
         await store.migrate()
     else:
         await store.check_schema()
+    if not store.is_sqlite:
+        await store.check_sessions()
 
 
 async def _say_who_is_served(settings: Settings, tokens: Tokens) -> None:

@@ -7,6 +7,7 @@ only for the database, so that no transaction stays open because of another slow
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -168,6 +169,11 @@ class AsyncDatabase:
         except UnwritableError:
             raise
         except Exception as error:
+            if isinstance(error, TypeError) and "keyword argument" in str(error):
+                raise ValueError(
+                    f"the database URL has an option that the driver does not take: {error}. docs/server.md#database "
+                    "lists the options for TLS"
+                ) from error
             # Drivers raise errors of many types while they connect.
             if connected and not (isinstance(error, DBAPIError) and error.connection_invalidated):
                 raise
@@ -234,7 +240,7 @@ def open_database(
         ValueError: The URL is invalid, its driver is not installed, or its SQLite database is in memory or on a network
             file system.
     """
-    url = _url(database_url)
+    driven = url = _url(database_url)
     backend = url.get_backend_name()
     if backend == "sqlite":
         if url.drivername != _AIOSQLITE:
@@ -243,9 +249,9 @@ def open_database(
         options: dict[str, Any] = {"pool_size": READERS + 1}
     else:
         url = url.set(username=url.username or user, password=url.password or password)
-        timeout = "timeout" if backend == "postgresql" else "connect_timeout"
+        driven, arguments = _for_driver(url)
         options = {
-            "connect_args": {} if timeout in url.query else {timeout: _CONNECT_TIMEOUT_S},
+            "connect_args": arguments,
             "pool_size": _POOL_SIZE,
             # Transactions have deadlines of their own.
             "pool_timeout": None,
@@ -255,7 +261,7 @@ def open_database(
 
     try:
         engine = create_async_engine(
-            url.set(drivername=_DRIVERS[backend][0]) if url.drivername in _DRIVERS else url,
+            driven.set(drivername=_DRIVERS[backend][0]) if url.drivername in _DRIVERS else driven,
             # SQLAlchemy before 2.0.38 has another default for aiosqlite.
             poolclass=AsyncAdaptedQueuePool,
             max_overflow=0,
@@ -275,6 +281,23 @@ def open_database(
     else:
         _limit_sessions(engine.sync_engine, patience_s)
     return AsyncDatabase(engine, url, open_file, patience_s=patience_s)
+
+
+def _for_driver(url: URL) -> tuple[URL, dict[str, Any]]:
+    """Return a URL without the options that its driver takes in another form, and the arguments that replace them."""
+    query: dict[str, Any] = dict(url.query)
+    limit_s = float(query.pop("timeout", query.pop("connect_timeout", _CONNECT_TIMEOUT_S)))
+    needs_tls = (query.get("ssl") or query.get("ssl-mode", "")).lower() in ("true", "required")
+    if needs_tls:
+        query.pop("ssl", None)
+        query.pop("ssl-mode", None)
+    if url.get_backend_name() != "postgresql":
+        return url.set(query=query), {"connect_timeout": limit_s, **({"ssl": True} if needs_tls else {})}
+    # As libpq does.
+    libpq = {"sslmode": "require"} if needs_tls else {}
+    libpq |= {name: query.pop(name) for name in url.query if name == "application_name" or re.match("ssl.+", name)}
+    # The driver takes these options only in a URL.
+    return url.set(query=query), {"timeout": limit_s, "dsn": URL.create("postgresql", query=libpq).render_as_string()}
 
 
 def open_sqlite_file(database_url: str, *, busy_timeout_s: float) -> SqliteFile | None:

@@ -19,6 +19,7 @@ _FULL = "the disk of its database is full"
 _READ_ONLY = "its database takes no writes"
 _FAILING = "the disk of its database fails, or its quota is used up"
 DAMAGED = "its database is damaged"
+_POOLED = "a pooler changes the session of its database after each transaction: let it pool sessions (pool_mode)"
 
 # Error codes of databases that answer, but accept no writes or are damaged. Of SQLite's codes, only the last byte
 # counts.
@@ -32,6 +33,8 @@ _SQLITE_UNWRITABLE = {
 }
 _UNWRITABLE: dict[object, str] = {
     "25006": _READ_ONLY,  # texts are SQLSTATEs of PostgreSQL, numbers are codes of MySQL and MariaDB
+    "26000": _POOLED,  # a prepared statement is missing, as behind PgBouncer in transaction mode
+    "42P05": _POOLED,  # another process has prepared it
     "53100": _FULL,
     "58030": _FAILING,
     "XX001": DAMAGED,  # data corrupted

@@ -505,6 +505,10 @@ class Store:
         """Raise `DatabaseNotReadyError` unless the database has this version's schema; retry and raise like `read`."""
         self.refuse_other_schema(await self.read(_current_revision))
 
+    async def check_sessions(self) -> None:
+        """Raise `DatabaseUnavailableError` if a pooler gives each transaction of a connection another session."""
+        await self.read(_use_two_sessions)
+
     def refuse_other_schema(self, found: str | None) -> None:
         """Raise `DatabaseNotReadyError` unless the database's revision, `found`, is this version's revision."""
         # While the revisions differ, every transaction begins with this check.
@@ -552,3 +556,13 @@ class Store:
 
 def _current_revision(transaction: Transaction) -> str | None:
     return migrations.current(transaction.connection)
+
+
+def _use_two_sessions(transaction: Transaction) -> None:
+    """Use a prepared statement again while another connection has its session, if sessions are pooled."""
+    engine = transaction.connection.engine
+    with engine.connect() as one, engine.connect() as other:
+        for connection in (one, other, one):
+            connection.exec_driver_sql("SELECT 1")
+            if connection is one:
+                one.rollback()

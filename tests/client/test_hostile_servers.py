@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from unittest import mock
 
 import httpx
@@ -234,6 +235,21 @@ def test_training_with_an_unusable_proxy_begins_at_the_default_size_and_names_th
         session.end()
     assert ("'idna' codec" if ".." in proxy else "pip install 'httpx[socks]'") in caplog.text
     assert "s3cret" not in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, ""], ids=["missing", "empty"])
+def test_training_without_readable_certificates_begins_at_the_default_size_and_names_their_file(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "authorities.pem"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    with BsoClient("https://bso.invalid") as client:
+        session = session_of(client)
+        assert session.ask() == 32
+        session.end()
+    assert f"the certificates in {file}, which SSL_CERT_FILE names, cannot be read" in caplog.text
 
 
 # httpcore leaves the socket of a failed SOCKS connection to the garbage collector.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 import secrets
+import shutil
+import socket
 import sqlite3
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +36,16 @@ from bso_server.storage.database import open_database
 from bso_server.storage.sqlite import network_filesystem
 from bso_server.storage.store import Store
 from tests.support import warm
-from tests.support.databases import MYSQL, POSTGRESQL, SQLITE_DRIVERS, administer, empty_database
+from tests.support.databases import (
+    MYSQL,
+    MYSQL_URL,
+    POSTGRES_URL,
+    POSTGRESQL,
+    SQLITE_DRIVERS,
+    administer,
+    empty_database,
+    fresh_database,
+)
 from tests.support.exports import export_over
 from tests.support.jobs import job
 from tests.support.servers import (
@@ -315,6 +328,78 @@ def test_unreachable_database_is_named_as_written_in_a_single_error_line(driver:
         assert f"no connection to the database {driver}://me:***@{host}/bso" in line
         assert "Check that it runs and can be reached" in line
         assert "quiet" not in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param(f"postgresql{options}", said, marks=pytest.mark.postgresql)
+        for options, said in (
+            ("?sslmode=require", "rejected SSL upgrade"),
+            ("?ssl=true", "rejected SSL upgrade"),
+            ("?sslmode=prefer&application_name=bso&connect_timeout=20&timeout=20", None),
+            ("?sslmode=verify-full&sslrootcert=/none.pem", "none.pem"),
+            ("?channel_binding=require", "docs/server.md#database lists the options for TLS"),
+        )
+    ]
+    + [
+        pytest.param(f"mysql{options}", said, marks=pytest.mark.mysql)
+        for options, said in (
+            ("?ssl=true", "SSL"),
+            ("?ssl-mode=REQUIRED", "SSL"),
+            ("?connect_timeout=20", None),
+            ("?ssl_ca=/none.pem", "No such file"),
+            ("?sslmode=require", "docs/server.md#database lists the options for TLS"),
+        )
+    ],
+)
+def test_options_of_a_url_reach_the_driver_or_are_explained(options: str, said: str | None) -> None:
+    kind, _, options = options.partition("?")
+    with fresh_database(POSTGRES_URL if kind == "postgresql" else MYSQL_URL) as url:
+        command = ("db", "upgrade", "--database-url", f"{url}?{options}")
+        if said is None:
+            assert bso_server(*command).returncode == 0
+        else:
+            assert said in refusal(*command)
+
+
+PGBOUNCER = shutil.which("pgbouncer")
+
+
+@pytest.mark.skipif(PGBOUNCER is None, reason="needs PgBouncer")
+@pytest.mark.parametrize("database_url", [POSTGRESQL], indirect=True)
+@pytest.mark.parametrize("mode", ["session", "transaction"])
+def test_server_starts_only_behind_a_pooler_of_sessions(database_url: str, tmp_path: Path, mode: str) -> None:
+    assert bso_server("db", "upgrade", "--database-url", database_url).returncode == 0
+    url, port, settings = make_url(database_url), free_port(), tmp_path / "pgbouncer.ini"
+    settings.write_text(
+        f"[databases]\n{url.database} = host={url.host} port={url.port} user={url.username}\n[pgbouncer]\n"
+        f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\nauth_type = any\npool_mode = {mode}\n"
+    )
+    user = ["-u", "nobody"] if os.getuid() == 0 else []
+    with subprocess.Popen([str(PGBOUNCER), "-q", *user, str(settings)], stderr=subprocess.DEVNULL) as pooler:
+        try:
+            pooled = url.set(port=port).render_as_string(hide_password=False)
+            until_it_answers(port)
+            if mode == "session":
+                with serving(pooled, tmp_path) as server:
+                    assert httpx.get(f"{server.url}/health/ready").status_code == 200
+            else:
+                refused = bso_server("serve", "--database-url", pooled)
+                assert refused.returncode == 1
+                assert "let it pool sessions (pool_mode)" in refused.stderr.splitlines()[-1]
+        finally:
+            pooler.kill()
+
+
+def until_it_answers(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 @pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True)

@@ -71,7 +71,7 @@ def connections_to(server_url: str, **options: Any) -> httpx.Client:
     """Return a client with these options for one server, through the environment's proxy.
 
     Raises:
-        ZeusBSOServerUnreachableError: The environment names a proxy that cannot be used.
+        ZeusBSOServerUnreachableError: The environment names a proxy or certificates that cannot be used.
     """
     url = httpx.URL(server_url)
     # No proxy for this machine, because it would see the token.
@@ -82,6 +82,12 @@ def connections_to(server_url: str, **options: Any) -> httpx.Client:
         # Certificates of authorities take long to load. Connections stay open until the next heartbeat.
         limits = httpx.Limits(keepalive_expiry=None)
         return httpx.Client(verify=url.scheme == "https", limits=limits, mounts=direct, **options)
+    except OSError as error:
+        name = next((each for each in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(each)), "SSL_CERT_FILE")
+        raise ZeusBSOServerUnreachableError(
+            f"no connection to {url.host}: the certificates in {os.environ.get(name)}, which {name} names, cannot be "
+            f"read: {error}. Correct or unset the variable"
+        ) from None
     except (ValueError, httpx.InvalidURL, ImportError):  # no package for SOCKS
         # Do not chain the error: it may quote a password in the proxy's URL.
         raise ZeusBSOServerUnreachableError(
