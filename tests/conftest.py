@@ -68,18 +68,11 @@ hypothesis.settings.load_profile("thorough")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as slow on aiosqlite, and on database servers except in the files about storage.
-
-    Outside these files, only chaos asks aiosqlite, which executes the same statements as SQLite without it.
-    """
-    left_out = []
+    """Mark tests as slow on database servers except in the files about storage."""
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if "aiosqlite" in marks and not marks & {"storage", "chaos"}:
-            left_out.append(item)
-        elif "aiosqlite" in marks or (marks & {"postgresql", "mysql"} and "storage" not in marks):
+        if marks & {"postgresql", "mysql"} and "storage" not in marks:
             item.add_marker(pytest.mark.slow)
-    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,26 +9,16 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
-from sqlalchemy.pool import AsyncAdaptedQueuePool
 
 from bso_server.storage.deadlines import PATIENCE_S
-from bso_server.storage.faults import NoConnectionError, UnwritableError, no_answer
-from bso_server.storage.sqlite import (
-    READ_ONLY,
-    READERS,
-    OpenFile,
-    SqliteDatabase,
-    SqliteFile,
-    begin,
-    configure_sqlite,
-    refuse_network,
-)
+from bso_server.storage.faults import NoConnectionError, no_answer
+from bso_server.storage.sqlite import SqliteDatabase, SqliteFile
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -43,8 +33,8 @@ _DRIVERS = {
     "mysql": ("mysql+asyncmy", "mysql"),
     "mariadb": ("mariadb+asyncmy", "mysql"),
 }
-_AIOSQLITE = "sqlite+aiosqlite"
-_ACCEPTED = {*_DRIVERS, *(driver for driver, _ in _DRIVERS.values()), _AIOSQLITE, "sqlite+pysqlite"}
+# SQLite runs on Python's own driver, whichever driver the URL names.
+_ACCEPTED = {*_DRIVERS, *(driver for driver, _ in _DRIVERS.values()), "sqlite+aiosqlite", "sqlite+pysqlite"}
 
 # Seconds until a host that does not answer counts as unreachable.
 _CONNECT_TIMEOUT_S = 5
@@ -91,7 +81,7 @@ def session_limits(backend: str, patience_s: float, *, is_local: bool = False) -
 
 
 class AsyncDatabase:
-    """Database over an asynchronous driver: PostgreSQL, MySQL, MariaDB, or a SQLite file over aiosqlite.
+    """Database of a server: PostgreSQL, MySQL or MariaDB.
 
     Each transaction is a task of its own, so that a caller can give up without waiting for the task's end: aborting its
     statement and closing its connection may take several seconds.
@@ -99,22 +89,12 @@ class AsyncDatabase:
     Args:
         engine: The connections.
         written: The URL as the user wrote it.
-        open_file: Check that the SQLite file stays in place; None for other databases.
         patience_s: Seconds to which the sessions limit their transactions.
     """
 
-    def __init__(
-        self, engine: AsyncEngine, written: URL, open_file: OpenFile | None = None, *, patience_s: float = PATIENCE_S
-    ) -> None:
-        self._engine, self.url, self.written, self._open_file = engine, engine.url, written, open_file
-        self._patience_s = patience_s
-        self._is_sqlite = engine.dialect.name == "sqlite"
-        # SQLite admits one writer at a time, and other writers must poll; those of this process queue here instead.
-        self._waiting: AbstractAsyncContextManager[object] = (
-            asyncio.Lock() if self._is_sqlite else asyncio.Semaphore(_POOL_OF_WAITING)
-        )
-        # By default, each statement on PostgreSQL would see its own snapshot. A SQLite transaction sees only one.
-        self._one_moment = None if self._is_sqlite else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
+    def __init__(self, engine: AsyncEngine, written: URL, *, patience_s: float) -> None:
+        self._engine, self.url, self.written, self._patience_s = engine, engine.url, written, patience_s
+        self._waiting = asyncio.Semaphore(_POOL_OF_WAITING)
         self._given_up: set[asyncio.Task[None]] = set()
 
     async def transact(
@@ -125,14 +105,13 @@ class AsyncDatabase:
         Args:
             work: The statements.
             read_only: `work` only reads, blocks no writer, and sees one snapshot.
-            waits: `work` may wait for locks. Work that waits for no locks does not queue behind it, except on SQLite.
+            waits: `work` may wait for locks. Work that waits for no locks does not queue behind it.
             timeout_s: Seconds until the transaction is given up and its connection closed.
 
         Raises:
             NoConnectionError: The database cannot be reached, the connection was lost, or the time is over.
-            UnwritableError: The file of the database was moved away; `work` may have been committed.
         """
-        queues = not read_only and (waits or self._is_sqlite)
+        queues = waits and not read_only
         transaction = asyncio.create_task(self._transact(work, read_only=read_only, queues=queues, limit_s=timeout_s))
         try:
             done, _ = await asyncio.wait({transaction}, timeout=timeout_s)
@@ -148,26 +127,21 @@ class AsyncDatabase:
         try:
             async with self._waiting if queues else nullcontext(), self._engine.connect() as connection:
                 connected = True
-                connection.info[READ_ONLY] = read_only
-                is_long = limit_s > self._patience_s and not self._is_sqlite
+                is_long = limit_s > self._patience_s
                 try:
                     async with connection.begin():
-                        if read_only and self._one_moment is not None:
-                            # Not by SQLAlchemy's option `isolation_level`, which stays set if the connection is lost.
-                            await connection.exec_driver_sql(self._one_moment)
+                        if read_only:
+                            # By default, each statement on PostgreSQL would see its own snapshot. Not by SQLAlchemy's
+                            # option `isolation_level`, which stays set if the connection is lost.
+                            await connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
                         if is_long:
                             limits = session_limits(self._engine.dialect.name, limit_s, is_local=True)
                             await connection.exec_driver_sql(limits)
-                        done = await connection.run_sync(work)
+                        return await connection.run_sync(work)
                 finally:
                     if is_long and self._engine.dialect.name != "postgresql":
                         # The session would keep the longer limits, and later transactions would inherit them.
                         await connection.invalidate()
-                if self._open_file is not None:
-                    self._open_file.check(connection.info)
-                return done
-        except UnwritableError:
-            raise
         except Exception as error:
             if isinstance(error, TypeError) and "keyword argument" in str(error):
                 raise ValueError(
@@ -229,9 +203,8 @@ def open_database(
     """Open a database, and make the directory of a SQLite file, without connecting yet.
 
     Args:
-        database_url: SQLAlchemy URL. ``sqlite+aiosqlite://``, ``postgresql+asyncpg://`` and ``mysql+asyncmy://`` select
-            those drivers; ``sqlite://`` runs on Python's own driver in threads; ``postgresql://`` and ``mysql://``
-            select the drivers of this project's extras.
+        database_url: SQLAlchemy URL. ``sqlite://`` runs on Python's own driver in threads; ``postgresql://`` and
+            ``mysql://`` select the drivers of this project's extras.
         user: User, if the URL names none.
         password: Password, if the URL has none.
         patience_s: Seconds to which the sessions limit their transactions.
@@ -240,47 +213,33 @@ def open_database(
         ValueError: The URL is invalid, its driver is not installed, or its SQLite database is in memory or on a network
             file system.
     """
-    driven = url = _url(database_url)
+    url = _url(database_url)
     backend = url.get_backend_name()
     if backend == "sqlite":
-        if url.drivername != _AIOSQLITE:
-            return SqliteDatabase(SqliteFile(url))
-        refuse_network(url)
-        options: dict[str, Any] = {"pool_size": READERS + 1}
-    else:
-        url = url.set(username=url.username or user, password=url.password or password)
-        driven, arguments = _for_driver(url)
-        options = {
-            "connect_args": arguments,
-            "pool_size": _POOL_SIZE,
-            # Transactions have deadlines of their own.
-            "pool_timeout": None,
-        }
+        return SqliteDatabase(SqliteFile(url))
+    url = url.set(username=url.username or user, password=url.password or password)
+    driven, arguments = _for_driver(url)
     # Imported here, because a training on a SQLite file does not need it.
     from sqlalchemy.ext.asyncio import create_async_engine
 
     try:
         engine = create_async_engine(
             driven.set(drivername=_DRIVERS[backend][0]) if url.drivername in _DRIVERS else driven,
-            # SQLAlchemy before 2.0.38 has another default for aiosqlite.
-            poolclass=AsyncAdaptedQueuePool,
+            connect_args=arguments,
+            pool_size=_POOL_SIZE,
             max_overflow=0,
+            # Transactions have deadlines of their own.
+            pool_timeout=None,
             # No rollback when a connection returns to the pool: its transaction has ended. A rollback would be another
             # round trip, and would log a traceback if the connection is lost. The pool does not ping connections
             # either: after a loss, the store retries the transaction, and the pool replaces all older connections.
             pool_reset_on_return=None,
-            **options,
         )
     except ModuleNotFoundError as error:
         extra = _DRIVERS[backend][1]
         raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
-    open_file = None
-    if backend == "sqlite":
-        open_file = configure_sqlite(engine.sync_engine)
-        event.listen(engine.sync_engine, "begin", begin)
-    else:
-        _limit_sessions(engine.sync_engine, patience_s)
-    return AsyncDatabase(engine, url, open_file, patience_s=patience_s)
+    _limit_sessions(engine.sync_engine, patience_s)
+    return AsyncDatabase(engine, url, patience_s=patience_s)
 
 
 def _for_driver(url: URL) -> tuple[URL, dict[str, Any]]:

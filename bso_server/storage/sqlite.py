@@ -41,15 +41,12 @@ from bso_server.storage.transaction import Transaction
 
 # Seconds that a statement waits for another process's transaction before the store retries.
 _BUSY_TIMEOUT_S = 1
-READERS = 4
+_READERS = 4
 
 # Longest waits in seconds: for a turn, whose holder may be a stopped process, and for the lock during a turn.
 _TURN_S, _LOCK_S = 3.0, 1.0
 # Longest pause between two attempts to get the turn: in seconds, and as a share of the time that is left.
 _PAUSE_S, _PAUSE_SHARE = 0.02, 0.002
-
-READ_ONLY = "bso_read_only"
-"""Key in a connection's `info` that marks a read-only transaction."""
 
 # SQLAlchemy would log an error about the cursors of a connection that `SqliteFile.drop` has closed.
 _POOL = "bso_server"
@@ -226,7 +223,7 @@ class SqliteDatabase:
         self._own = threading.local()
         self._connections: list[Connection] = []
         self._writer = ThreadPoolExecutor(1, "bso-writer")
-        self._readers = ThreadPoolExecutor(READERS, "bso-reader")
+        self._readers = ThreadPoolExecutor(_READERS, "bso-reader")
 
     async def transact(
         self,
@@ -492,7 +489,7 @@ def _roll_back(driver: Any, _record: object = None) -> None:
 
 
 def configure_sqlite(engine: Engine, busy_timeout_s: float = _BUSY_TIMEOUT_S) -> OpenFile:
-    """Set up each connection of an engine, on sqlite3 or aiosqlite; return the check of its file."""
+    """Set up each connection of an engine, and return the check of its file."""
     open_file = OpenFile(engine.url.database or "")
 
     @event.listens_for(engine, "do_connect")
@@ -520,12 +517,6 @@ def configure_sqlite(engine: Engine, busy_timeout_s: float = _BUSY_TIMEOUT_S) ->
         open_file.opened(record.info)
 
     return open_file
-
-
-def begin(connection: Connection) -> None:
-    """Begin a transaction, which locks the file unless it only reads."""
-    # Not through SQLAlchemy, which would need a sixth of the time that a small transaction takes.
-    _execute(connection.connection.cursor(), "BEGIN" if connection.info.get(READ_ONLY) else "BEGIN IMMEDIATE")
 
 
 def _execute(driver: Any, statement: str) -> None:

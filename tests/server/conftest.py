@@ -9,15 +9,14 @@ import httpx
 import pytest
 
 from bso_server.storage.store import Store
-from tests.support.databases import SQLITE_DRIVERS
 from tests.support.servers import ServerProcess
 from tests.support.service import JobService, new_job, open_store
 
 
-@pytest.fixture(params=SQLITE_DRIVERS)
-def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of a SQLite file that does not exist yet, once per SQLite driver."""
-    return f"{request.param}:///{tmp_path / 'bso.sqlite3'}"
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    """URL of a SQLite file that does not exist yet."""
+    return f"sqlite:///{tmp_path / 'bso.sqlite3'}"
 
 
 @pytest.fixture(scope="module")

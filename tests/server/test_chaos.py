@@ -24,7 +24,7 @@ from bso_server.storage.transaction import Transaction
 from tests.chaos.disasters import Scene
 from tests.chaos.evidence import Acknowledgement, check_job, check_numbers, read_logs
 from tests.chaos.jobs import Job, jobs, result
-from tests.support.databases import AIOSQLITE, MYSQL, POSTGRESQL
+from tests.support.databases import DATABASES
 from tests.support.disks import small_disk
 from tests.support.servers import bso_server
 from tests.support.service import in_store
@@ -46,7 +46,7 @@ MANY_TRIALS = 20
 VICTIMS = {"client", "server", "lease", "pause"}
 
 
-@pytest.mark.parametrize("database_url", [AIOSQLITE, POSTGRESQL, MYSQL], indirect=True, scope="module")
+@pytest.mark.parametrize("database_url", DATABASES, indirect=True, scope="module")
 def test_chaos_loses_nothing_acknowledged(database_url: str, tmp_path: Path) -> None:
     cause_chaos_and_check(database_url, tmp_path, set() if database_url.startswith("sqlite") else {"connection"})
 

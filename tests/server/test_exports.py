@@ -25,7 +25,7 @@ from bso_server.service.tokens import Tokens
 from bso_server.storage.rows import StoredEpoch
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from tests.support.databases import EACH_ONCE
+from tests.support.databases import DATABASES
 from tests.support.exports import Lines, export_over, exported, import_over, pieces_of, power_profiles_over, renamed
 from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
@@ -291,7 +291,7 @@ def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
     assert max(events, default=0) <= job.event_count
 
 
-@pytest.mark.parametrize("database_url", EACH_ONCE, indirect=True, scope="module")
+@pytest.mark.parametrize("database_url", DATABASES, indirect=True, scope="module")
 @any_job(20)
 @pytest.mark.usefixtures("quiet_logs")
 async def test_caches_of_any_history_equal_a_replay_and_its_copy_decides_alike(

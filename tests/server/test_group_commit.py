@@ -20,7 +20,6 @@ from bso_server.storage.database import open_database
 from bso_server.storage.migrations import HEAD
 from bso_server.storage.store import Batch, GroupCommit, Store, Work
 from bso_server.storage.transaction import RowLocked, Transaction
-from tests.support.databases import SQLITE_DRIVERS
 
 
 class Doubler:
@@ -227,8 +226,8 @@ class Numbers:
 
 
 @asynccontextmanager
-async def numbers_in(folder: Path, *, driver: str = "sqlite", patience_s: float = 60.0) -> AsyncIterator[Numbers]:
-    database = open_database(f"{driver}:///{folder / 'numbers.sqlite3'}", patience_s=patience_s)
+async def numbers_in(folder: Path, *, patience_s: float = 60.0) -> AsyncIterator[Numbers]:
+    database = open_database(f"sqlite:///{folder / 'numbers.sqlite3'}", patience_s=patience_s)
     numbers = Numbers(Store(database, patience_s=patience_s))
     numbers.store.listener = numbers.hear
 
@@ -265,9 +264,8 @@ def _patient_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestWritersOfASqliteFile:
-    @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-    async def test_concurrent_works_share_a_transaction(self, tmp_path: Path, driver: str) -> None:
-        async with numbers_in(tmp_path, driver=driver) as numbers:
+    async def test_concurrent_works_share_a_transaction(self, tmp_path: Path) -> None:
+        async with numbers_in(tmp_path) as numbers:
             assert await asyncio.gather(*(numbers.store.write(numbers.writing(n)) for n in (1, 2, 3))) == [-1, -2, -3]
             assert numbers.transactions == [[1, 2, 3]]
             assert await numbers.kept() == [1, 2, 3]

@@ -27,7 +27,7 @@ from bso_server.service.exports import JobExport, TrialExport, export, split_exp
 from bso_server.service.imports import JobInImport
 from bso_server.storage.tables import arms, epochs, jobs, trials
 from bso_server.storage.transaction import Transaction
-from tests.support.databases import EACH_ONCE
+from tests.support.databases import DATABASES
 from tests.support.exports import Lines, decoded, encoded, exported, import_over, pieces_of, renamed
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, memory_of
@@ -267,7 +267,7 @@ def test_export_of_a_job_deleted_during_the_export_is_cut_off(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("any_server", EACH_ONCE, indirect=True, scope="module")
+@pytest.mark.parametrize("any_server", DATABASES, indirect=True, scope="module")
 def test_large_import_needs_little_memory_and_does_not_block_requests(any_server: ServerProcess) -> None:
     job_id = new_id()
     text = encoded(export_of(job_id, 3000, reports=10))

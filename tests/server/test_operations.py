@@ -41,7 +41,6 @@ from tests.support.databases import (
     MYSQL_URL,
     POSTGRES_URL,
     POSTGRESQL,
-    SQLITE_DRIVERS,
     administer,
     empty_database,
     fresh_database,
@@ -90,24 +89,22 @@ def test_mounts_of_this_machine_can_be_read(tmp_path: Path) -> None:
     assert network_filesystem(tmp_path) is None
 
 
-@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
 @pytest.mark.parametrize("place", ["", "/:memory:"])
-def test_in_memory_database_is_refused(driver: str, place: str) -> None:
+def test_in_memory_database_is_refused(place: str) -> None:
     with pytest.raises(ValueError, match="name a file"):
-        open_database(f"{driver}://{place}")
+        open_database(f"sqlite://{place}")
 
 
-@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-def test_file_on_a_network_file_system_is_refused(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_on_a_network_file_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "network_filesystem", lambda path: network_filesystem(path, MOUNTS))
     with pytest.raises(ValueError, match=r"/home/me/bso\.sqlite3 is on a network file system \(nfs4\)"):
-        open_database(f"{driver}:////home/me/bso.sqlite3")
+        open_database("sqlite:////home/me/bso.sqlite3")
 
 
 def test_url_selects_the_driver() -> None:
     drivers = {
         "sqlite:////tmp/bso.sqlite3": "sqlite",
-        "sqlite+aiosqlite:////tmp/bso.sqlite3": "sqlite+aiosqlite",
+        "sqlite+aiosqlite:////tmp/bso.sqlite3": "sqlite",
         "postgresql://db/bso": "postgresql+asyncpg",
         "postgresql+asyncpg://db/bso": "postgresql+asyncpg",
         "mysql://db/bso": "mysql+asyncmy",
@@ -118,7 +115,7 @@ def test_url_selects_the_driver() -> None:
 
 @pytest.mark.parametrize(
     ("driver", "extra"),
-    [("sqlite+aiosqlite", "server"), ("postgresql+asyncpg", "postgres"), ("mysql+asyncmy", "mysql")],
+    [("postgresql+asyncpg", "postgres"), ("mysql+asyncmy", "mysql")],
 )
 def test_missing_driver_is_reported_with_the_extra_to_install(
     driver: str, extra: str, monkeypatch: pytest.MonkeyPatch
@@ -441,11 +438,10 @@ def test_upgrade_without_rights_says_what_the_database_refused(
         administer(database_url, drop_user.format(name))
 
 
-@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-def test_invalid_database_file_gets_a_single_error_line(driver: str, tmp_path: Path) -> None:
+def test_invalid_database_file_gets_a_single_error_line(tmp_path: Path) -> None:
     file = tmp_path / "letter.txt"
     file.write_text("Dear reader, " * 1000)
-    assert f"{file}: file is not a database" in refusal("db", "check", "--database-url", f"{driver}:///{file}")
+    assert f"{file}: file is not a database" in refusal("db", "check", "--database-url", f"sqlite:///{file}")
 
 
 def test_separate_user_and_password_complete_the_url() -> None:
@@ -454,9 +450,8 @@ def test_separate_user_and_password_complete_the_url() -> None:
     assert Store(open_database("postgresql://me@host/db", user="zeus")).description == "postgresql://me@host/db"
 
 
-@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-def test_upgrade_quotes_the_driver_as_written(driver: str, tmp_path: Path) -> None:
-    url = f"{driver}:///{tmp_path / 'bso.sqlite3'}"
+def test_upgrade_quotes_the_driver_as_written(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
     done = bso_server("db", "upgrade", "--database-url", url)
     assert done.stdout == f"{url} is at this version's schema\n"
 

@@ -207,7 +207,7 @@ def folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def record_run(folder: Path, driver: str = "sqlite", level: str = "FULL", *, runs: int = 1, answers: int = 40) -> None:
+def record_run(folder: Path, level: str = "FULL", *, runs: int = 1, answers: int = 40) -> None:
     """Serve clients until each has received `answers`, then stop the server; repeat this for each of `runs`."""
     disk, record = folder / "disk", folder / "record"
     disk.mkdir()
@@ -221,7 +221,7 @@ def record_run(folder: Path, driver: str = "sqlite", level: str = "FULL", *, run
     port, log = free_port(), folder / "server.log"
     url = f"http://127.0.0.1:{port}"
     program = ["-m", "bso_server"] if level == "FULL" else ["-c", WITH_LEVEL, level]
-    serve = [*program, "serve", "--port", str(port), "--database-url", f"{driver}:///{disk / 'bso.sqlite3'}"]
+    serve = [*program, "serve", "--port", str(port), "--database-url", f"sqlite:///{disk / 'bso.sqlite3'}"]
     for run in range(runs):
         with log.open("a") as output, record.open("ab", buffering=0) as file, ThreadPoolExecutor(CLIENTS) as pool:
             server = subprocess.Popen([sys.executable, *serve], env=environ, cwd=ROOT, stdout=output, stderr=output)
@@ -281,9 +281,8 @@ def test_power_cuts_lose_no_acknowledged_report(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("driver", ["sqlite", "sqlite+aiosqlite"])
-def test_power_cuts_with_restarts_lose_no_acknowledged_report(driver: str, folder: Path) -> None:
-    record_run(folder, driver, runs=2, answers=100)
+def test_power_cuts_with_restarts_lose_no_acknowledged_report(folder: Path) -> None:
+    record_run(folder, runs=2, answers=100)
     assert losses(folder, cuts=100) == []
 
 

@@ -32,7 +32,7 @@ from bso_server.storage.database import open_sqlite_file
 from bso_server.storage.rows import StoredEpoch
 from bso_server.storage.sqlite import SyncStore
 from bso_server.storage.transaction import Transaction
-from tests.support.databases import EACH_ONCE, empty_database
+from tests.support.databases import DATABASES, empty_database
 from tests.support.properties import THOROUGH
 from tests.support.protocol_machine import IN_VAIN, IS_LOST, Histories
 from tests.support.service import BlockingStore
@@ -42,7 +42,7 @@ from zeus_plugins.protocol import Heartbeat, HeartbeatResponse, TrialDispatch, T
 MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is created there
 
 
-@pytest.fixture(scope="module", params=EACH_ONCE)
+@pytest.fixture(scope="module", params=DATABASES)
 def database(request: pytest.FixtureRequest) -> Iterator[str]:
     """One database of each kind for all histories, in turn; a SQLite file is in memory, where a commit is quick."""
     with (

@@ -16,7 +16,7 @@ from bso_server.storage.rows import StoredPowerProfile
 from bso_server.storage.store import Store
 from bso_server.storage.tables import trials
 from bso_server.storage.transaction import Transaction
-from tests.support.databases import EACH_ONCE
+from tests.support.databases import DATABASES
 from tests.support.exports import exported, pieces_of, renamed
 from tests.support.properties import examples
 from tests.support.service import ACTIONS, START, JobService, act, new_job, trial_id
@@ -376,7 +376,7 @@ CHANGES = st.one_of(
 )
 
 
-@pytest.mark.parametrize("database_url", EACH_ONCE, indirect=True, scope="module")
+@pytest.mark.parametrize("database_url", DATABASES, indirect=True, scope="module")
 @pytest.mark.hypothesis
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(policy=st.sampled_from(OWN_POLICIES), seed=st.integers(0, 2**32 - 1), changes=st.lists(CHANGES, max_size=8))

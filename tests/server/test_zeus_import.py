@@ -24,7 +24,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.support import ROOT
-from tests.support.databases import EACH_ONCE, empty_database
+from tests.support.databases import DATABASES, empty_database
 from tests.support.exports import Lines, decoded, encoded, export_over, import_over, renamed
 from tests.support.servers import ServerProcess, bso_server, free_port, serving
 from tests.support.zeus_jobs import ZEUS_JOB, Player
@@ -198,7 +198,7 @@ def _literal(value: object) -> str:
     return "NULL" if value is None else str(value).upper()
 
 
-@pytest.fixture(scope="module", params=EACH_ONCE)
+@pytest.fixture(scope="module", params=DATABASES)
 def zeus_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Database of a Zeus server with both jobs, on each kind in turn."""
     with empty_database(request.param, tmp_path_factory.mktemp("zeus")) as url:

@@ -21,14 +21,8 @@ MYSQL_URL = os.environ.get("ZEUS_TEST_MYSQL_URL", "mysql+asyncmy://root@127.0.0.
 
 POSTGRESQL = pytest.param("postgresql", marks=pytest.mark.postgresql)
 MYSQL = pytest.param("mysql", marks=pytest.mark.mysql)
-AIOSQLITE = pytest.param("sqlite+aiosqlite", marks=pytest.mark.aiosqlite)
-DATABASES = ("sqlite", AIOSQLITE, POSTGRESQL, MYSQL)
-"""The kinds of databases, and both ways to SQLite, as parameters of the fixture `database_url`."""
-EACH_ONCE = ("sqlite", POSTGRESQL, MYSQL)
-"""The kinds of databases, for tests of many examples, which a second way to SQLite would repeat."""
-
-SQLITE_DRIVERS = ("sqlite", "sqlite+aiosqlite")
-"""Starts of the URLs of a SQLite file, for tests about SQLite alone."""
+DATABASES = ("sqlite", POSTGRESQL, MYSQL)
+"""The kinds of databases, as parameters of the fixture `database_url`."""
 
 
 class DriverError(Exception):
