@@ -128,18 +128,14 @@ def store_of(settings: Settings) -> Store:
 
 
 async def prepare(store: Store, *, migrate: bool = False) -> None:
-    """Upgrade the schema of a SQLite file, which has one owner, or with `migrate` of any database; otherwise check it.
+    """Upgrade the schema of a SQLite file, which has one owner, or with `migrate` of any database; then check it.
 
     Raises:
         DatabaseNotReadyError: The schema was not upgraded, and is not the schema of this version.
-        DatabaseUnavailableError: The database cannot be reached, or only by a pooler of transactions.
     """
     if migrate or store.is_sqlite:
         await store.migrate()
-    else:
-        await store.check_schema()
-    if not store.is_sqlite:
-        await store.check_sessions()
+    await store.check_schema()
 
 
 async def _say_who_is_served(settings: Settings, tokens: Tokens) -> None:

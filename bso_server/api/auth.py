@@ -31,7 +31,7 @@ from bso_server.service.tokens import (
 CallerRequest = Request[Caller, Any, Any]
 """A request whose `user` is the caller that `AccessControl` identified."""
 
-readable = partial(route, http_method=[HTTPMethod.GET, HTTPMethod.HEAD])
+readable = partial(route, http_method=["GET", "HEAD"])
 """Decorator of a route for reading: programs that look after servers ask by HEAD, and get no body."""
 
 PAGE: dict[str, Any] = {"page": True}

@@ -32,10 +32,7 @@ def completed(document: dict[str, Any]) -> dict[str, Any]:
     """Return Litestar's document with pydantic's schemas, and with the body of the import, which it lacks."""
     components = document["components"]
     ours = _schemas()
-    # A HEAD answers like its GET.
-    paths = {path: {**routes} for path, routes in document["paths"].items()}
-    for routes in paths.values():
-        routes.pop("head", None)
+    paths = dict(document["paths"])
     # The import handler streams its body, so Litestar does not describe the body.
     body = {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}, "required": True}
     paths[Paths.IMPORT] = {"post": {**paths[Paths.IMPORT]["post"], "requestBody": body}}

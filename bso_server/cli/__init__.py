@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from bso_server.cli.common import (
@@ -92,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         action=RemovedOption,
         instead="give the command a user with the rights to create, change and drop tables",
     )
-    add_command(database, "check", "fail unless the database has this version's schema", _db_check)
+    check_help = "fail unless the database has this version's schema"
+    add_command(database, "check", check_help, partial(with_store, use=_say_ready))
     prune_help = "delete old reports; trials stay, each with its last report"
     prune = add_command(database, "prune", prune_help, _db_prune)
     prune.add_argument(
@@ -125,10 +127,6 @@ def _db_upgrade(options: argparse.Namespace) -> None:
         await _say_ready(store)
 
     with_store(options, upgrade, schema="any")
-
-
-def _db_check(options: argparse.Namespace) -> None:
-    with_store(options, _say_ready)
 
 
 async def _say_ready(store: Store) -> None:

@@ -465,7 +465,7 @@ def job_text(view: JobView) -> str:
         "METRIC": lambda trial: trial.metric,
     }
     for name in sorted({name for trial in view.trials for name in trial.watched or ()}):
-        trials[name] = partial(_watched, name)
+        trials[name] = lambda trial, name=name: (trial.watched or {}).get(name)  # type: ignore[misc]  # has a default
     if any(trial.power_limits for trial in view.trials):
         trials["POWER LIMIT W"] = lambda trial: (
             "-" if trial.power_limits is None else f"{cell(trial.power_limit_w)} of {trial.power_limits}"
@@ -543,10 +543,6 @@ def _band(low: float | None, high: float | None) -> str:
 
 def _owner(job: JobSummary | JobView) -> str:
     return f"{cell(job.owner)}{' (shared)' if job.shared else ''}"
-
-
-def _watched(name: str, trial: TrialView) -> float | None:
-    return (trial.watched or {}).get(name)
 
 
 def _best(view: JobView, estimated: str) -> str:

@@ -25,12 +25,7 @@ _SELECTION = ("dataset", "network", "optimizer", "target_metric", "max_epochs", 
 def add_simulate_command(commands: Commands) -> None:
     """Add ``simulate``."""
     parser = commands.add_parser("simulate", help="compute costs and savings of the policies on recorded trainings")
-    add_arguments(parser)
     parser.set_defaults(run=_simulate)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a simulation."""
     parser.add_argument("--train-trace", type=Path, metavar="FILE", help="epochs to the target, as CSV")
     parser.add_argument("--power-trace", type=Path, metavar="FILE", help="time and power, as CSV")
     parser.add_argument(
@@ -108,17 +103,14 @@ class Subject:
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    subject = subject_of(options)
-    settings, policies = settings_of(options, subject), policies_of(options)
+    subject = _recorded(options) if options.job_id is not None else _traced(options)
+    settings, policies = settings_of(options, subject), list(dict.fromkeys(options.policy or OWN_POLICIES))
     comparisons = [compare(workload, policies, setting) for setting in settings for workload in subject.workloads]
     if options.json is not None:
-        write_json(results_json(comparisons, options), options.json)
+        # Results have no infinity or NaN.
+        text = json.dumps(results_json(comparisons, options), indent=2, allow_nan=False)
+        options.json.write_text(text + "\n", "utf-8")
     print(results_text(comparisons, subject))
-
-
-def subject_of(options: argparse.Namespace) -> Subject:
-    """Return the selected workloads; raise `CommandError` or `ValueError` if they cannot be simulated."""
-    return _recorded(options) if options.job_id is not None else _traced(options)
 
 
 def policy_name(name: str) -> str:
@@ -127,11 +119,6 @@ def policy_name(name: str) -> str:
     if missing is not None:
         raise argparse.ArgumentTypeError(missing)
     return name
-
-
-def policies_of(options: argparse.Namespace) -> list[str]:
-    """Return the selected policies, each once."""
-    return list(dict.fromkeys(options.policy or OWN_POLICIES))
 
 
 def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
@@ -147,11 +134,6 @@ def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
         )
         for eta in dict.fromkeys(options.eta or [subject.eta])
     ]
-
-
-def write_json(document: dict[str, Any], file: Path) -> None:
-    """Write results, which have no infinity or NaN, as JSON."""
-    file.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", "utf-8")
 
 
 def results_json(comparisons: Sequence[Comparison], options: argparse.Namespace) -> dict[str, Any]:

@@ -131,6 +131,7 @@ class SqliteFile:
             poolclass=NullPool,
             pool_reset_on_return=None,
             pool_logging_name=_POOL,
+            # The driver's own transactions would begin only at the first write, after the reads of a decision.
             isolation_level="AUTOCOMMIT",
         )
         self.open_file = configure_sqlite(self.engine, busy_timeout_s)
@@ -502,9 +503,6 @@ def configure_sqlite(engine: Engine, busy_timeout_s: float = _BUSY_TIMEOUT_S) ->
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, record: Any) -> None:
-        # None turns off the driver's own transactions. They would begin only at the first write, after the reads on
-        # which a decision depends.
-        connection.isolation_level = None
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {round(busy_timeout_s * 1000)}")
         cursor.execute("PRAGMA journal_mode = WAL")

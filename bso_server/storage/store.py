@@ -504,10 +504,8 @@ class Store:
     async def check_schema(self) -> None:
         """Raise `DatabaseNotReadyError` unless the database has this version's schema; retry and raise like `read`."""
         self.refuse_other_schema(await self.read(_current_revision))
-
-    async def check_sessions(self) -> None:
-        """Raise `DatabaseUnavailableError` if a pooler gives each transaction of a connection another session."""
-        await self.read(_use_two_sessions)
+        if not self.is_sqlite:
+            await self.read(_use_two_sessions)
 
     def refuse_other_schema(self, found: str | None) -> None:
         """Raise `DatabaseNotReadyError` unless the database's revision, `found`, is this version's revision."""

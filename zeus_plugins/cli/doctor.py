@@ -96,17 +96,14 @@ def _versions() -> Finding:
 
 
 def _variables() -> Finding:
-    """List all environment variables of a training, set or not."""
-    stated, unset, details = list[str](), list[str](), dict[str, Any]()
+    """List the environment variables of a training that are set; the details have all."""
+    details: dict[str, Any] = {}
     for each in VARIABLES:
-        value, default = each.shown(), each.default.replace("`", "")
-        if value is None:
-            unset.append(f"{each.name} ({default})")
-        else:
-            stated.append(f"{each.name}={value}")
-        shown = default if value is None else value
+        value = each.shown()
+        shown = each.default.replace("`", "") if value is None else value
         details[each.name] = {"is_set": value is not None, "value": shown, "unit": each.unit, "meaning": each.meaning}
-    return Finding("environment", Level.OK, f"set: {', '.join(stated) or 'none'}; not set: {', '.join(unset)}", details)
+    stated = ", ".join(f"{name}={each['value']}" for name, each in details.items() if each["is_set"])
+    return Finding("environment", Level.OK, f"set: {stated or 'none'} (--json has all)", details)
 
 
 def _nvidia_gpus() -> Iterator[Finding]:
