@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import re
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -35,7 +32,7 @@ from tests.support.databases import END_SESSION, MYSQL, MYSQL_URL, POSTGRES_URL,
 from tests.support.exports import export_over, import_over, renamed
 from tests.support.jobs import job
 from tests.support.relay import Relay, relay_to
-from tests.support.servers import ServerProcess, wait_for_workers
+from tests.support.servers import ServerProcess
 from tests.support.service import open_store
 from tests.support.wire import assert_refused, begin, reached
 
@@ -329,27 +326,6 @@ def check_outage(
     lines = [line for line in log.splitlines() if "gave up" in line]
     assert all(str(relay.port) in line for line in lines)
     assert silent or 1 <= len(lines) <= len(answers)
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL here")
-def test_server_ends_with_an_error_if_a_new_worker_finds_no_database(
-    relayed_url: str, relay: Relay, relayed_server: ServerProcess, tmp_path: Path
-) -> None:
-    assert relayed_server.process is not None, "it has made the schema"
-    server = ServerProcess(relayed_url, tmp_path / "server.log", database_timeout_s=1.0)
-    server.start("--workers", "2")
-    wait_for_workers(server, 2)
-    assert server.process is not None
-    relay.fall_silent(True)
-    try:
-        worker = re.search(r"Started server process \[(\d+)\]", server.log.read_text())
-        assert worker is not None
-        os.kill(int(worker[1]), signal.SIGKILL)
-        # Service managers start a server again that ends with another status than 0.
-        assert server.process.wait(PATIENCE_S) == 3, server.log.read_text()
-    finally:
-        relay.fall_silent(False)
-        server.kill()
 
 
 def test_schema_documents_the_unavailable_answers(http: httpx.Client) -> None:
