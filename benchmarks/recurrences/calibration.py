@@ -50,8 +50,8 @@ class Target:
 def calibration_steps(task: Task, seconds: float) -> list[Step]:
     """Return a task's trainings before its target is known, each of `seconds`.
 
-    They are the warm-up run, which measures the idle power and is discarded, and the default, the smallest and the
-    largest size.
+    They are the warm-up run, which shows the idle power and the load and is discarded, and the default, the smallest
+    and the largest size.
     """
     sizes = [task.default_batch_size] * 2 + [task.batch_sizes[0], task.batch_sizes[-1]]
     orders = [
@@ -64,9 +64,17 @@ def calibration_steps(task: Task, seconds: float) -> list[Step]:
     ]
 
 
-def load_problem(task: Task, mean_w: float, limit_w: float) -> str:
-    """Return the remedy if the default size draws too little power for the task to count, else ""."""
-    if task.is_launch_bound or mean_w >= LEAST_LOAD * limit_w:
+def load_problem(task: Task, warm_up: Record) -> str:
+    """Return the remedy if the warm-up run drew too little power for the task to count, else "".
+
+    The mean power is that between the first and the last evaluation, without the start of the training.
+    """
+    curve, limit_w = warm_up["curve"], warm_up.get("limit_w")
+    if task.is_launch_bound or not curve or not limit_w:
+        return ""
+    (begun_s, begun_j, _), (ended_s, ended_j, _) = curve[0] if len(curve) > 1 else (0.0, 0.0, 0.0), curve[-1]
+    mean_w = (ended_j - begun_j) / (ended_s - begun_s)
+    if mean_w >= LEAST_LOAD * limit_w:
         return ""
     return (
         f"{task.name} draws {mean_w:.0f} W of {limit_w:.0f} W at its default size {task.default_batch_size}, less than"

@@ -168,14 +168,9 @@ class Hour:
 
     def _require_fit(self, task: Task, found: Target | None) -> None:
         """Raise `BenchmarkError` if the default draws too little power, or its first runs do not fit the target."""
-        recurrences = [each for each in self._records("recurrence", task) if each["who"] == DEFAULT]
-        calibrating = self._records("calibrate", task)
-        runs = [each for each in calibrating if each["batch_size"] == task.default_batch_size] + recurrences
-        limit_w = next((each["limit_w"] for each in self._records("warm-up", task) if each.get("limit_w")), None)
-        problem = ""
-        if runs and runs[0]["time_s"] and limit_w:
-            problem = load_problem(task, runs[0]["energy_j"] / runs[0]["time_s"], limit_w)
+        problem = next(filter(None, (load_problem(task, each) for each in self._records("warm-up", task))), "")
         if found is not None:
+            recurrences = [each for each in self._records("recurrence", task) if each["who"] == DEFAULT]
             problem = problem or drift_problem(calibrated(task, found), recurrences, self.seconds)
         if problem:
             raise BenchmarkError(problem)

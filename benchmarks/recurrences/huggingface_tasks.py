@@ -152,7 +152,8 @@ def _making(run: Run) -> tuple[data.Data, PreTrainedModel, float, data.Bytes | N
     texts = data.Bytes(seed, length)
     held_out = torch.stack([texts.draw(is_train=False) for _ in range(128)])
     width, layers = max(64, 1024 // shrink**2), max(1, 24 // shrink**2)
-    model = _gpt2(256, width=width, layers=layers, heads=16, length=length)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU would take seconds for random weights
+        model = _gpt2(256, width=width, layers=layers, heads=16, length=length)
     return data.Data((held_out, held_out), (held_out, held_out), vocabulary=256), model, 0.0003 * shrink, texts
 
 

@@ -188,7 +188,7 @@ _GPU_TASKS = (
         default_batch_size=32,
         metric="eval_loss",
         target=2.0,
-        shrunk_target=4.0,
+        shrunk_target=5.0,
         higher_is_better=False,
         samples=640,
     ),

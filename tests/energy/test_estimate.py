@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,8 +60,9 @@ def test_estimate_without_cpu_time_or_with_a_gpu_uses_elapsed_time(
         clock=clock,
     )
     if reason == "no CPU time":
-        monkeypatch.setattr(processes, "resource", None)
-        monkeypatch.setattr(estimate, "cpu_time_s", cpu_time_s)
+        monitor.include([1])  # a process that a system without /proc does not show
+        for function in (processes.cpu_time_s, processes.reports_cpu_time):
+            monkeypatch.setattr(estimate, function.__name__, partial(function, proc=Path("/nowhere")))
     monitor.begin_window("epoch")
     if reason == "GPU started":
         cuda = SimpleNamespace(is_initialized=lambda: True)

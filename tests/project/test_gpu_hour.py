@@ -107,9 +107,10 @@ def recurrence(number: int, time_s: float, mean_w: float = 600.0, who: str = "de
     return {**calibration(256, []), **named}
 
 
-def hour_with(directory: Path, *records: Record, targets: bool = True) -> Hour:
+def hour_with(directory: Path, *records: Record, mean_w: float = 600.0, targets: bool = True) -> Hour:
     state = State(directory)
-    warm_up = calibration(256, [], key=calibration_steps(RESNET, 60.0)[0].key, stage="warm-up")
+    curve = [(20.0, 2_000.0, 0.2), (30.0, 2_000 + 10 * mean_w, 0.3)]  # the first evaluation includes the start
+    warm_up = {**calibration(256, curve), "key": calibration_steps(RESNET, 60.0)[0].key, "stage": "warm-up"}
     for record in (warm_up, *records):
         state.add(record)
     if targets:
@@ -122,19 +123,14 @@ def hour_with(directory: Path, *records: Record, targets: bool = True) -> Hour:
 
 
 def test_task_at_low_power_is_not_measured(tmp_path: Path) -> None:
-    key = calibration_steps(RESNET, 60.0)[1].key
-    for mean_w, name in ((489.0, "idle"), (491.0, "busy")):
-        curve = [(10.0, 10 * mean_w, 0.2)]
-        record = calibration(256, curve, key=key, time_s=10.0, energy_j=10 * mean_w)
-        made = hour_with(tmp_path / name, record, targets=False)
-        if name == "idle":
-            with pytest.raises(
-                BenchmarkError, match=r"draws 489 W of 700 W at its default size 256.* Raise the default"
-            ):
-                made.left()
-        else:
-            assert [step.who for step in made.left()] == ["64", "1024"]
-    assert load_problem(tasks_for("gpu", ["resnet18"])[0], 100.0, 700.0) == ""
+    assert [step.who for step in hour_with(tmp_path / "busy", mean_w=491.0, targets=False).left()][:1] == ["256"]
+    for targets in (False, True):
+        made = hour_with(tmp_path / f"idle {targets}", mean_w=489.0, targets=targets)
+        with pytest.raises(BenchmarkError, match=r"draws 489 W of 700 W at its default size 256.* Raise the default"):
+            made.left()
+    idle = calibration(256, [(10.0, 100.0, 0.2)])
+    assert "draws 10 W of 700 W" in load_problem(RESNET, idle)
+    assert load_problem(tasks_for("gpu", ["resnet18"])[0], idle) == ""
 
 
 def test_targets_of_an_earlier_call_replace_the_calibration(tmp_path: Path) -> None:
