@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import Context
 from datetime import datetime, timedelta
 from operator import attrgetter
 
@@ -41,7 +42,7 @@ def length_of(text: str) -> timedelta:
 
 
 class FleetReader:
-    """Reader of the report, one report at a time; `clock` returns the present instant."""
+    """Reader of the report, one period at a time; `clock` returns the present instant."""
 
     def __init__(self, store: Store, tariff: Tariff, clock: Callable[[], datetime] = utc_now) -> None:
         # Patient, because learning thousands of runs of a job takes seconds.
@@ -49,21 +50,30 @@ class FleetReader:
         self._tariff = tariff
         self._clock = clock
         self._turn = asyncio.Lock()
+        self._readings: dict[str, asyncio.Task[tuple[datetime, list[FleetJob]]]] = {}
 
     async def read(self, since: str, by: str) -> FleetPage:
         """Return the report on the trials that ended within a length of time until now; raise as `Store.read`.
 
-        `by` is ``owner``, ``model``, ``gpu``, ``job`` or the name of a tag. Several transactions read the jobs.
+        `by` is ``owner``, ``model``, ``gpu``, ``job`` or the name of a tag. Several transactions read the jobs. Readers
+        who ask for the same period meanwhile, and those who reload a page, share what they read.
         """
-        until = self._clock()
-        begin = until - length_of(since)
-        jobs: list[FleetJob] = []
-        after: str | None = ""
+        length = length_of(since)
+        if since not in self._readings:
+            # A new context, because the reading may outlive this request and must not share its deadline.
+            self._readings[since] = asyncio.create_task(self._read(length), context=Context())
+            self._readings[since].add_done_callback(lambda _: self._readings.pop(since))
+        until, jobs = await asyncio.shield(self._readings[since])
+        return fleet_page(jobs, by, until - length, until, self._tariff)
+
+    async def _read(self, length: timedelta) -> tuple[datetime, list[FleetJob]]:
         async with self._turn:
+            until, jobs = self._clock(), list[FleetJob]()
+            after: str | None = ""
             while after is not None:
-                found, after = await self._store.read(_page, after, begin)
+                found, after = await self._store.read(_page, after, until - length)
                 jobs += found
-        return fleet_page(jobs, by, begin, until, self._tariff)
+            return until, jobs
 
 
 def fleet_page(jobs: Sequence[FleetJob], by: str, since: datetime, until: datetime, tariff: Tariff) -> FleetPage:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
+from datetime import datetime
 
 import pytest
 
 from bso_server.cli.jobs import job_text
 from bso_server.core.verdict import LEAST_CONTROLS
 from bso_server.errors import DatabaseUnavailableError, JobConflictError
+from bso_server.service import fleet as fleet_module
 from bso_server.service import reading
 from bso_server.service import savings as savings_module
 from bso_server.service.cache import Cache
@@ -19,6 +22,7 @@ from bso_server.service.pages import Pages
 from bso_server.service.reading import explain
 from bso_server.service.views import FleetJob, FleetPage, Tariff
 from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
 from bso_server.ui import fleet, html
 from tests.support.exports import exported, pieces_of, renamed
 from tests.support.service import HOUR_S, JobService, new_job, result
@@ -144,6 +148,30 @@ async def test_report_may_take_longer_than_a_request(bso: JobService) -> None:
         await impatient.read(reading.list_jobs)
     page = await FleetReader(impatient, Tariff(), lambda: bso.now).read("1h", "job")
     assert bso.job_id in {each.key for each in page.costliest}
+
+
+async def test_readers_of_one_period_share_a_reading_even_if_the_first_goes_away(
+    bso: JobService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run(bso)
+    readings, page = [], fleet_module._page
+
+    def counted(transaction: Transaction, after: str, since: datetime) -> object:
+        readings.append(after)
+        return page(transaction, after, since)
+
+    monkeypatch.setattr(fleet_module, "_page", counted)
+    reader = FleetReader(bso.store, Tariff(), lambda: bso.now)
+    await reader.read("1h", "job")
+    once = len(readings)
+    first, *others = (asyncio.create_task(reader.read("1h", by)) for by in ("job", "owner", "job"))
+    await asyncio.sleep(0)
+    first.cancel()
+    by_owner, by_job = await asyncio.gather(*others)
+    assert (by_owner.by, by_job.by, by_owner.costliest) == ("owner", "job", by_job.costliest)
+    assert len(readings) == 2 * once
+    await reader.read("1h", "job")
+    assert len(readings) == 3 * once
 
 
 async def test_stuck_job_is_listed_with_advice(store: Store) -> None:
