@@ -55,12 +55,12 @@ class FleetReader:
     async def read(self, since: str, by: str) -> FleetPage:
         """Return the report on the trials that ended within a length of time until now; raise as `Store.read`.
 
-        `by` is ``owner``, ``model``, ``gpu``, ``job`` or the name of a tag. Several transactions read the jobs. Readers
-        who ask for the same period meanwhile, and those who reload a page, share what they read.
+        `by` is ``owner``, ``model``, ``gpu``, ``job`` or the name of a tag. Several transactions read the jobs.
+        Simultaneous requests for a period share one reading.
         """
         length = length_of(since)
         if since not in self._readings:
-            # A new context, because the reading may outlive this request and must not share its deadline.
+            # A new context: this request's deadline must not end the reading.
             self._readings[since] = asyncio.create_task(self._read(length), context=Context())
             self._readings[since].add_done_callback(lambda _: self._readings.pop(since))
         until, jobs = await asyncio.shield(self._readings[since])
