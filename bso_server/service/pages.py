@@ -9,7 +9,7 @@ Functions with a `job_id` raise `UnknownJobError`, functions with a `trial_numbe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from operator import attrgetter
@@ -23,6 +23,7 @@ from bso_server.core.policy import stop_rule
 from bso_server.core.savings import Tally, is_whole_run
 from bso_server.service import reading
 from bso_server.service.cache import Cache
+from bso_server.service.commands import utc_now
 from bso_server.service.loading import best_size, known_job, known_trial, load_history
 from bso_server.service.revisions import terms_of
 from bso_server.service.savings import savings_of
@@ -60,8 +61,8 @@ Found = tuple[str, View | None]
 class Pages:
     """The content of all pages about jobs, with a cache; each method runs in a transaction that only reads."""
 
-    def __init__(self, tariff: Tariff) -> None:
-        self._tariff = tariff
+    def __init__(self, tariff: Tariff, clock: Callable[[], datetime] = utc_now) -> None:
+        self._tariff, self._clock = tariff, clock
         self._lines = Cache[str, JobLine](_CACHED_LINES)
 
     def jobs(
@@ -76,10 +77,12 @@ class Pages:
         limit = JOBS_ON_A_PAGE + 1
         found = queries.job_versions(transaction, containing=containing, after=cursor, limit=limit, missed_first=True)
         shown = found[:JOBS_ON_A_PAGE]
-        version = digest([containing, cursor, len(found), shown])
+        silent = self._silent(transaction, [job_id for _, job_id, _ in shown])
+        version = digest([containing, cursor, len(found), shown, silent])
         if version == known:
             return version, None
         lines = [self._line(transaction, job_id, own) for _, job_id, own in shown]
+        lines = [line.model_copy(update={"running": line.running - silent.get(line.job.job_id, 0)}) for line in lines]
         next_cursor = shown[-1][0] if len(found) > len(shown) else None
         return version, JobsPage(
             jobs=tuple(sorted(lines, key=attrgetter("trouble"))),
@@ -87,6 +90,10 @@ class Pages:
             containing=containing,
             tariff=self._tariff,
         )
+
+    def _silent(self, transaction: Transaction, job_ids: list[str]) -> dict[str, int]:
+        """Return the number of running trials of each job that have lost their lease: killed ones, most likely."""
+        return queries.silent_counts(transaction, job_ids, self._clock(), [TrialState.RUNNING])
 
     def _line(self, transaction: Transaction, job_id: str, version: str) -> JobLine:
         line = self._lines.get(version) or _line_of(transaction, known_job(transaction, job_id))
@@ -99,10 +106,13 @@ class Pages:
         alive = queries.alive_trials(transaction, job_id)
         # The page shows no leases, so heartbeats, which renew them, must not change its version.
         silent = [replace(trial, lease_expires_at=None) for trial in alive]
-        version = digest([stored, silent])
-        return version, None if version == known else self._job_page(transaction, stored, alive)
+        running = _running(alive) - self._silent(transaction, [job_id]).get(job_id, 0)
+        version = digest([stored, silent, running])
+        return version, None if version == known else self._job_page(transaction, stored, alive, running)
 
-    def _job_page(self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord]) -> JobPage:
+    def _job_page(
+        self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord], running: int
+    ) -> JobPage:
         job, job_id = stored.registration, stored.job_id
         history = load_history(transaction, stored)
         tallies = queries.tallies(transaction, job_id)
@@ -114,7 +124,7 @@ class Pages:
         return JobPage(
             view=view,
             created_at=stored.created_at,
-            running=len(alive),
+            running=running,
             last_activity_at=max(_instants(stored, [*latest, *alive])),
             cost_unit=reading.cost_unit(job, view.arms),
             best_metric=_best_metric(transaction, job, tallies),
@@ -199,7 +209,7 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
         gpu_model=stored.registration.gpu_model,
         default_batch_size=stored.registration.default_batch_size,
         best_batch_size=best,
-        running=len(alive),
+        running=_running(alive),
         last_activity_at=max([*latest, *_instants(stored, alive)]),
         savings=savings_of(transaction, stored, tallies, best),
         latest=_points(stored.registration, totals),
@@ -220,6 +230,10 @@ def troubles(transaction: Transaction, stored: StoredJob) -> tuple[str | None, f
     is_stuck = stored.min_cost_j is None
     stuck = reading.stuck_advice(transaction, load_history(transaction, stored)) if is_stuck else None
     return stuck, drift_of(stored.registration, reached)
+
+
+def _running(alive: Sequence[TrialRecord]) -> int:
+    return sum(trial.state is TrialState.RUNNING for trial in alive)
 
 
 def _best_metric(transaction: Transaction, job: CreatedJob, tallies: Iterable[Tally]) -> float | None:

@@ -142,7 +142,7 @@ class JobLine(WireMessage):
     gpu_model: str
     default_batch_size: int
     best_batch_size: int | None  # according to the job's policy
-    running: int  # number of running and suspended trials
+    running: int  # number of running trials with a lease
     last_activity_at: datetime  # of the latest message of a training, or of the registration
     savings: SavingsView
     latest: tuple[TrialPoint, ...]
@@ -191,7 +191,7 @@ class JobPage(WireMessage):
 
     view: JobView
     created_at: datetime
-    running: int  # number of running and suspended trials
+    running: int  # number of running trials with a lease
     last_activity_at: datetime  # of the latest message of a training, or of the registration
     cost_unit: CostUnit | None  # None before a run has reached the target
     best_metric: float | None  # best last metric of all trials; None once a trial has reached the target

@@ -214,10 +214,12 @@ def alive_trials(transaction: Transaction, job_id: str) -> list[TrialRecord]:
     return sorted(found, key=lambda each: each.trial_number)
 
 
-def silent_counts(transaction: Transaction, job_ids: Collection[str], now: datetime) -> dict[str, int]:
-    """Return the number of alive trials with expired leases by job, without jobs that have none."""
+def silent_counts(
+    transaction: Transaction, job_ids: Collection[str], now: datetime, states: Collection[TrialState] = ALIVE
+) -> dict[str, int]:
+    """Return the number of trials in these states with expired leases by job, without jobs that have none."""
     table = trials.c
-    expired = table.state.in_(sorted(ALIVE)), table.job_id.in_(job_ids), table.lease_expires_at < now
+    expired = table.state.in_(sorted(states)), table.job_id.in_(job_ids), table.lease_expires_at < now
     statement = select(table.job_id, func.count()).where(*expired).group_by(table.job_id)
     return dict(map(tuple, transaction.tuples(statement))) if job_ids else {}
 

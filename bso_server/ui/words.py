@@ -236,7 +236,6 @@ def _target(job: CreatedJob) -> str:
 
 def _nothing_reached(page: JobPage) -> Headline:
     states = page.view.trial_states
-    alive = sum(states.get(state, 0) for state in ALIVE)
     ended = of_ends(states)
     target = _target(page.view.job)
     if not ended:
@@ -246,10 +245,10 @@ def _nothing_reached(page: JobPage) -> Headline:
             metric, epochs = units.number(latest.metric, 4), units.count(latest.epochs, "epoch", 4)
             so_far = f"Run {latest.trial_number} with batch size {latest.batch_size} is at {metric} after {epochs}. "
         return Headline(
-            f"{units.count(alive, 'run')} under way",
+            f"{units.count(page.running, 'run')} under way",
             f"{so_far}Nothing is known until a run has reached the target, {target}.",
         )
-    running = f" {units.count(alive, 'run')} under way." if alive else ""
+    running = f" {units.count(page.running, 'run')} under way." if page.running else ""
     text = f"{ended.capitalize()}.{running}"
     if page.view.stuck is not None:
         return Headline("Stuck: every batch size has missed the target", f"{sentence(page.view.stuck)} {text}", "loss")

@@ -315,6 +315,28 @@ async def test_all_views_show_the_same_saving(bso: JobService) -> None:
     assert view.savings.control_runs in report
 
 
+async def test_only_runs_with_a_lease_count_as_running(bso: JobService) -> None:
+    """A suspended run does not run, and a killed one runs until its lease ends, which also renews the pages."""
+    pages = Pages(Tariff(), clock=lambda: bso.now)
+
+    async def running() -> tuple[list[int], list[str]]:
+        version, page = await bso.store.read(pages.job, bso.job_id)
+        list_version, jobs_page = await bso.store.read(pages.jobs, containing=bso.job_id)
+        assert page is not None
+        assert jobs_page is not None
+        return [page.running, jobs_page.jobs[0].running], [version, list_version]
+
+    await bso.end(await bso.suggest(), TrialState.SUSPENDED)
+    assert (await running())[0] == [0, 0]
+    await bso.suggest()
+    counts, versions = await running()
+    assert counts == [1, 1]
+    bso.wait(30 * 24 * HOUR_S)
+    counts, later = await running()
+    assert counts == [0, 0]
+    assert set(versions).isdisjoint(later)
+
+
 async def test_no_view_claims_an_unproven_saving(bso: JobService) -> None:
     """With equal sizes, no page says "saves", and no headline has a percentage."""
     for _ in range(10):
