@@ -18,7 +18,7 @@ from bso_server.core.gp_voi.prior import CONSTANTS
 from bso_server.core.gp_voi.run_costs import CostRun
 from bso_server.core.gp_voi.value import bound, worths
 from bso_server.core.model import EpochBound, TrialRecord
-from bso_server.core.policy import find, stop_rule, suggest
+from bso_server.core.policy import expectations, find, stop_rule, suggest
 from bso_server.errors import InvalidJobError, NoSurvivorError
 from tests.support.histories import Life, make_job, new_life, run
 from tests.support.properties import examples
@@ -487,3 +487,17 @@ def test_only_the_first_trial_of_a_size_is_stopped_on_a_guess() -> None:
         life.report(life.dispatch(8), 900.0, epoch=1, metric=0.0)
         stopped = life.trials[-1].state is TrialState.EARLY_STOPPED
         assert stopped is first
+
+
+def test_expected_cost_lies_within_its_band_after_one_run() -> None:
+    """A run ends at `max_epochs`: the limit ends bands, and a band that would lie beyond the limit is not shown."""
+    life = new_life((8, 16, 32, 64, 128, 256, 512), max_epochs=12)
+    run(life, life.ask(), needed=11)
+    bands = [(cost.mean_j, *(cost.band_j or (0.0, 0.0))) for cost in expectations(life.history).costs.values()]
+    assert len(bands) == 7
+    assert all(low_j < mean_j < high_j for mean_j, low_j, high_j in bands)
+    for _ in range(8):
+        run(life, life.dispatch(512), needed=math.inf)
+        run(life, life.dispatch(64), needed=11)
+    far = expectations(life.history).costs[512]
+    assert far.band_j is None or far.band_j[0] < far.mean_j < far.band_j[1]

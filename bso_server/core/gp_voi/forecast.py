@@ -20,6 +20,8 @@ from bso_server.core.model import BAND_SDS, History, TrialRecord
 from bso_server.core.quality import left_out
 
 _LEAST_EPOCHS = 1e-300
+_LEAST_SD = 1e-9
+_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,30 +113,35 @@ class Forecast:
         return variance
 
     def expected_cost_j(self, index: int) -> float:
-        """Return the expected cost of a run at the size with this index: ``exp(μ + (V + s²)/2)``, a log-normal mean.
+        """Return the expected cost of a run at the size with this index, which ends at `max_epochs`.
 
-        V is the variance of the belief without the trials under way, whose results are not known yet; s² is the
-        variance from run to run, of the epochs and of the cost of an epoch together. The result is at most the expected
-        cost of `max_epochs` epochs.
+        The cost of a run without this limit is log-normal, with the median ``exp(μ + s²/2)`` and the variance V of its
+        log: V is the variance of the belief without the trials under way, whose results are not known yet; s² is the
+        variance from run to run, of the epochs and of the cost of an epoch together.
         """
-        return self._limited_j(index, sum(float(each.variance[index]) for each in self.known) / 2)
+        median, limit, sd = self._limited(index)
+        beyond, within = (limit - median) / sd, (limit - median) / sd - sd
+        return bounded_exp(median + sd * sd / 2) * _NORMAL.cdf(within) + bounded_exp(limit) * _NORMAL.cdf(-beyond)
 
-    def band_j(self, index: int) -> tuple[float, float]:
+    def band_j(self, index: int) -> tuple[float, float] | None:
         """Return the ends of the 90 % band of the expected cost, ``exp(μ + s²/2 ∓ t·√V)``, with the same limit.
 
-        t is the quantile of Student's distribution, because s is estimated from few runs.
+        t is the quantile of Student's distribution, because s is estimated from few runs. Return None if the whole band
+        is at the limit.
         """
-        freedom = freedom_of([belief.exact for belief in self.beliefs])
-        reach = _student(CONSTANTS.band_freedom + freedom)
-        reach *= math.sqrt(sum(float(each.variance[index]) for each in self.known))
-        return self._limited_j(index, -reach), self._limited_j(index, reach)
+        median, limit, sd = self._limited(index)
+        reach = _student(CONSTANTS.band_freedom + freedom_of([belief.exact for belief in self.beliefs])) * sd
+        return (
+            (bounded_exp(median - reach), bounded_exp(min(median + reach, limit))) if median - reach < limit else None
+        )
 
-    def _limited_j(self, index: int, log_factor: float) -> float:
-        """Return ``exp(μ + s²/2 + log_factor)``, at most the expected cost of `max_epochs` epochs."""
+    def _limited(self, index: int) -> tuple[float, float, float]:
+        """Return the logs of the median cost and of the cost of `max_epochs` epochs, and the spread of the log cost."""
         epochs, costs = self.known
-        log_median = float(self.mean[index]) + (epochs.run_variance + costs.run_variance) / 2
+        median = float(self.mean[index]) + (epochs.run_variance + costs.run_variance) / 2
         log_epoch_cost = float(costs.mean[index]) + (float(costs.variance[index]) + costs.run_variance) / 2
-        return bounded_exp(min(log_median + log_factor, math.log(self.max_epochs) + log_epoch_cost))
+        variance = sum(float(each.variance[index]) for each in self.known)
+        return median, math.log(self.max_epochs) + log_epoch_cost, max(math.sqrt(variance), _LEAST_SD)
 
     @property
     def incumbent_converges(self) -> bool:

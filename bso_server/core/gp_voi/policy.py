@@ -381,7 +381,7 @@ def _beliefs(forecast: Forecast, sizes: tuple[int, ...]) -> tuple[SizeBelief, ..
     chances = np.bincount(cheapest, minlength=len(available)) / len(cheapest)
     found = []
     for index, chance in zip(available, chances, strict=True):
-        low_j, high_j = forecast.band_j(index)
+        low_j, high_j = forecast.band_j(index) or (None, None)
         found.append(
             SizeBelief(
                 batch_size=sizes[index],
