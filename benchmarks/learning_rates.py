@@ -1,4 +1,4 @@
-"""``python -m benchmarks.learning_rates``: forms of the rule "auto" on two real trainings.
+"""``python -m benchmarks.learning_rates``: forms of the rule "auto" on three real trainings.
 
 The models, data, optimizers and targets are those of `make proof`, in a plain PyTorch loop. Each size trains with the
 script's rate, half and twice of it, and with these rates times the factor of the optimizer's rule. Kept results are not
@@ -26,10 +26,9 @@ from benchmarks.recurrences.tasks import TASKS, Task
 from benchmarks.reports import RESULTS, machine
 from benchmarks.tables import markdown_table, write_tables
 
-RULES = {"digits": "linear", "tabular": "sqrt"}
-"""The rule of each task's optimizer: SGD and AdamW."""
-OWN = 32
-SIZES = (8, 16, OWN, 64, 128, 256, 512)
+RULES = {"digits": "linear", "tabular": "sqrt", "digits-adam": "sqrt"}
+"""The rule of each task's optimizer: SGD, AdamW and Adam."""
+SIZES = (8, 16, 32, 64, 128, 256, 512)
 BASES = (1.0, 0.5, 2.0)
 """Rates from which a user may start, as multiples of the script's rate."""
 SEEDS = 3
@@ -66,7 +65,7 @@ class Training:
 
 def scaled(task: str, size: int, base: float) -> Cell:
     """Return the cell at which the rate `base` is scaled by the rule of the task's optimizer."""
-    ratio = size / OWN
+    ratio = size / TASKS[task].default_batch_size
     return Cell(task, size, round(base * (ratio if RULES[task] == "linear" else math.sqrt(ratio)), 6))
 
 
@@ -148,14 +147,17 @@ def cost_of(trainings: Sequence[Training], cell: Cell) -> float:
 
 def cost_table(trainings: Sequence[Training]) -> str:
     """Return the table of costs by size, with unscaled and with scaled rates, in thousands of samples."""
-    lines = [["task", "rate at 32", "rule", *map(str, SIZES), "saved by the best size"]]
+    lines = [["task", "own size", "rate at it", "rule", *map(str, SIZES), "saved by the best size"]]
     for task in RULES:
+        own = TASKS[task].default_batch_size
         for base in BASES:
             fixed = [cost_of(trainings, Cell(task, size, base)) for size in SIZES]
             moved = [cost_of(trainings, scaled(task, size, base)) for size in SIZES]
             for form, costs in (("unscaled", fixed), (RULES[task], moved)):
-                saved = 1 - min(costs) / costs[SIZES.index(OWN)]
-                lines.append([task, f"× {base:g}", form, *map(_number, costs), f"{saved:.0%}".replace("%", " %")])
+                saved = 1 - min(costs) / costs[SIZES.index(own)]
+                lines.append(
+                    [task, str(own), f"× {base:g}", form, *map(_number, costs), f"{saved:.0%}".replace("%", " %")]
+                )
     return markdown_table(lines)
 
 
