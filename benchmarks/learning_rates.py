@@ -146,18 +146,21 @@ def cost_of(trainings: Sequence[Training], cell: Cell) -> float:
 
 
 def cost_table(trainings: Sequence[Training]) -> str:
-    """Return the table of costs by size, with unscaled and with scaled rates, in thousands of samples."""
-    lines = [["task", "own size", "rate at it", "rule", *map(str, SIZES), "saved by the best size"]]
+    """Return the table of costs by size at the script's rate, in thousands of samples, and of savings at each rate."""
+    saved = [f"saved by the best size, rate × {base:g}" for base in BASES]
+    lines = [["task", "own size", "rule", *map(str, SIZES), *saved]]
     for task in RULES:
         own = TASKS[task].default_batch_size
-        for base in BASES:
-            fixed = [cost_of(trainings, Cell(task, size, base)) for size in SIZES]
-            moved = [cost_of(trainings, scaled(task, size, base)) for size in SIZES]
-            for form, costs in (("unscaled", fixed), (RULES[task], moved)):
-                saved = 1 - min(costs) / costs[SIZES.index(own)]
-                lines.append(
-                    [task, str(own), f"× {base:g}", form, *map(_number, costs), f"{saved:.0%}".replace("%", " %")]
-                )
+        for form in ("unscaled", RULES[task]):
+            costs = [
+                [
+                    cost_of(trainings, Cell(task, size, base) if form == "unscaled" else scaled(task, size, base))
+                    for size in SIZES
+                ]
+                for base in BASES
+            ]
+            shares = (1 - min(each) / each[SIZES.index(own)] for each in costs)
+            lines.append([task, str(own), form, *map(_number, costs[0]), *(f"{100 * share:.0f} %" for share in shares)])
     return markdown_table(lines)
 
 
