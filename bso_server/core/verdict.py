@@ -202,7 +202,8 @@ class Judge:
 
         A control run is expected to forgo `EffectModel.expected_loss` of a run at the best size. Before the first
         control run, only the means of all runs at both sizes are known. Means alone would let noise make a cheap
-        default look free.
+        default look free, and the model alone takes a default of several times the cost for an outlier at first; so a
+        control run forgoes at least what the cheapest run at the default did.
         """
         made = sum(run.is_control for run in self._runs)
         if not made + more or self._best == self._default:
@@ -211,7 +212,8 @@ class Judge:
         if not sum(best):
             return math.inf
         mean, is_known = statistics.fmean(best), made or not default
-        loss = self._model.expected_loss() if is_known else max(statistics.fmean(default) / mean - 1, 0.0)
+        loss = self._model.expected_loss() if is_known else statistics.fmean(default) / mean - 1
+        loss = max(loss, min(default, default=0.0) / mean - 1, 0.0)
         return (made + more) * loss * mean / math.fsum(run.amount for run in self._runs)
 
     def forgone_in_words(self) -> str:

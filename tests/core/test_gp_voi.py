@@ -299,7 +299,7 @@ def test_another_run_of_the_incumbent_is_weighed_like_any_trial() -> None:
     for size, epochs in ((32, 10), (16, 10), (32, 11)):
         finished(life, size, epochs)
     forecast = Forecast.of(life.history, beliefs_of(life.history, ()), ())
-    repeat = worths(forecast, [forecast.incumbent], (0.5,), max_epochs=50)[forecast.incumbent]
+    repeat = worths(forecast, [forecast.incumbent], (0.5,))[forecast.incumbent]
     assert repeat.stop_share == math.inf
     assert repeat.value > 0
     assert abs(repeat.loss) < 0.05

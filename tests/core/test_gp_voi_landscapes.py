@@ -269,6 +269,16 @@ def test_cheap_size_between_two_sizes_on_a_trend_is_tried(factor: float) -> None
     assert tried_after(life, 64, needed, epoch_j) <= 40
 
 
+def test_size_next_to_the_incumbent_is_tried_within_twenty_recurrences() -> None:
+    """512 needs less than half of the epochs that the laws expect, and its trial is not stopped before it shows this."""
+    job = workload((128, 256, 512, 1024, 2048), (8, 9, 5, 13, 23), (700, 393, 200, 123, 78), 256)
+    outcomes = Case(job).play(30)
+    (trial,) = [each for each in outcomes.played.trials if each.record.reason.startswith("a trial: no run has shown")]
+    assert (trial.record.batch_size, trial.record.state) == (512, TrialState.COMPLETED)
+    assert trial.recurrence <= 20
+    assert outcomes.sizes_of_last(5) == [512] * 5
+
+
 @pytest.mark.parametrize("startup", [1.0, 3.0])
 @pytest.mark.parametrize(("sizes", "default"), [((32, 64), 64), ((32, 64), 32), ((64, 512), 512), ((64, 512), 64)])
 def test_trial_stopped_after_a_single_epoch_is_repeated(sizes: tuple[int, int], default: int, startup: float) -> None:

@@ -126,10 +126,10 @@ def test_values_match_plain_loops(
     costs = belief((1.1, 1.0, 0.9), [cost_sd] * 3, 0.05)
     # The last size is four octaves from the incumbent and may never reach the target.
     sizes = Sizes((16, 32, 512), 1)
-    forecast = forecast_of(belief(mean, sd, 0.08), costs, sizes=sizes, unseen=unseen)
+    forecast = replace(forecast_of(belief(mean, sd, 0.08), costs, sizes=sizes, unseen=unseen), max_epochs=max_epochs)
     assert len(forecast.samples.luck) == 40
     shares = (0.5, 0.85, 1.2, 2.0)
-    found = worths(forecast, [0, 2], shares, max_epochs=max_epochs)
+    found = worths(forecast, [0, 2], shares)
     for index in (0, 2):
         savings, losses, chance = worth_by_loops(forecast, index, shares, max_epochs)
         values = [forecast.horizon * saved - lost for saved, lost in zip(savings, losses, strict=True)]

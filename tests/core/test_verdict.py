@@ -288,6 +288,15 @@ class TestControlRuns:
         lucky.learn([*controlled(2), *[replace(run(DEFAULT, 30), is_control=True)] * 2])
         assert lucky.forgone() > 0.02
 
+    def test_default_of_many_times_the_cost_spends_its_budget_at_once(self) -> None:
+        """The first run and a control run cost 500 J, 80 runs at the best size 50 J: 450 J of 5000 J were forgone."""
+        judge = Judge(DEFAULT, BEST)
+        judge.learn([run(DEFAULT, 500), *[run(BEST, 50)] * 80])
+        assert judge.forgone(1) == pytest.approx(450 / 4500)
+        judge.learn([replace(run(DEFAULT, 500), is_control=True)])
+        assert judge.forgone() == pytest.approx(450 / 5000)
+        assert judge.forgone(1) == pytest.approx(2 * 450 / 5000)
+
     def test_judge_without_runs_at_the_best_size_gets_no_control_run(self) -> None:
         judge = Judge(DEFAULT, OTHER)
         judge.learn(controlled(1))

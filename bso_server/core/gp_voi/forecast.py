@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -164,6 +165,19 @@ class Forecast:
         tried = [each for each in others if each.survived or each.exact.weight]
         idle = [each.idle for each in tried if each.exact.weight < SECOND_RUN]
         return CONSTANTS.check_share * min(idle, default=self.length)
+
+    @cached_property
+    def neighbours(self) -> tuple[int, ...]:
+        """Indices of the sizes next to the incumbent, if no run has reached the target there."""
+        place = bisect_left(self.available, self.incumbent)
+        return tuple(index for index in self.available[max(place - 1, 0) : place + 2] if self.is_open[index])
+
+    def allowed_loss(self, index: int) -> float:
+        """Return the largest loss, in runs of the incumbent, of a trial of a size that only the laws speak against.
+
+        It is `allowance`; for `neighbours`, it grows by `neighbour_share` with each trial of the job, if that is more.
+        """
+        return max(self.allowance, CONSTANTS.neighbour_share * self.length if index in self.neighbours else 0.0)
 
     @cached_property
     def is_open(self) -> NDArray[np.bool_]:

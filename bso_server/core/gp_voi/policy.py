@@ -28,7 +28,7 @@ from bso_server.core.gp_voi.beliefs import (
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun
-from bso_server.core.gp_voi.value import Worth, bound, stop_shares, unbounded, worths
+from bso_server.core.gp_voi.value import Worth, bound, checks, stop_shares, unbounded, worths
 from bso_server.core.model import (
     EpochBound,
     Expectations,
@@ -91,7 +91,7 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
     repeat = 0.0
     if may_explore and (candidates := _candidates(forecast)):
         candidates.append(forecast.incumbent)
-        values = worths(forecast, candidates, stop_shares(job.beta_knob), max_epochs=job.max_epochs)
+        values = worths(forecast, candidates, stop_shares(job.beta_knob))
         repeat = values.pop(forecast.incumbent).value
     choice = _chosen(history, forecast, values, repeat)
     if may_explore and choice[0] == forecast.incumbent and (check := _check(history, forecast)) is not None:
@@ -260,16 +260,15 @@ def _check(history: History, forecast: Forecast) -> tuple[_Choice, Worth] | None
     """Choose a size that its own runs do not show to be dearer than the incumbent, if a trial of it is cheap; or None.
 
     The laws may be wrong about a job. So the policy measures such sizes one after another, as long as these trials cost
-    at most the share `check_share` of the job's cost: the more a trial is expected to lose, the longer it waits.
+    at most the share `check_share` of the job's cost: the more a trial is expected to lose, the longer it waits. A size
+    next to the incumbent does not wait longer than about ``1 / neighbour_share`` trials of the job.
     """
     job, incumbent, sizes = history.job, forecast.incumbent, history.job.batch_sizes
     if job.beta_knob is None or forecast.tries_under_way or not forecast.allowance:
         return None
     others = [index for index in forecast.available if index != incumbent and forecast.beliefs[index].may_be_tried]
-    doubtful = sorted(filter(forecast.is_in_doubt, others), key=forecast.mean.__getitem__)[: CONSTANTS.candidates]
-    shares = tuple(share for share in stop_shares(job.beta_knob) if share >= min(1.0, job.beta_knob))
-    found = worths(forecast, doubtful, shares, max_epochs=job.max_epochs)
-    cheap = {index: worth for index, worth in found.items() if worth.loss <= forecast.allowance}
+    nearest = sorted(others, key=lambda index: (index not in forecast.neighbours, forecast.mean[index]))
+    cheap = checks(forecast, list(filter(forecast.is_in_doubt, nearest))[: CONSTANTS.candidates], job.beta_knob)
     if not cheap:
         return None
     index = max(cheap, key=lambda each: cheap[each].index)
@@ -405,7 +404,7 @@ def check(job: CreatedJob) -> None:
 
 
 POLICY = Policy(
-    version="6",
+    version="7",
     suggest=suggest,
     explain=explain,
     expectations=expectations,

@@ -90,8 +90,8 @@ class GpVoiConstants:
     least_worth: float = 0.01  # least worth of a trial, in runs of the incumbent,
     least_saving: float = 0.002  # and least saving, as a share of later runs, by a size that has reached the target
     check_share: float = 0.01  # share of a job's cost for trials of sizes that only a law excludes
+    neighbour_share: float = 0.05  # the same for the sizes next to the incumbent, until one has reached the target
     check_saving: float = 0.05  # after its first success, such a size is tried if it may save at least this (log)
-    patient_from: float = 0.5  # allowance, in runs of the incumbent, from which on a trial may cost a whole run
     further: float = (
         1.25  # a size that was stopped is tried again for this factor times the epochs that it has survived
     )

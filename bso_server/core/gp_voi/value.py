@@ -64,31 +64,35 @@ def stop_shares(beta: float | None) -> tuple[float, ...]:
     return (*(share for share in CONSTANTS.stop_shares if share < beta), beta)
 
 
-def worths(
-    forecast: Forecast, candidates: Iterable[int], shares: Sequence[float], *, max_epochs: int
-) -> dict[int, Worth]:
+def worths(forecast: Forecast, candidates: Iterable[int], shares: Sequence[float]) -> dict[int, Worth]:
     """Return the worth of a trial of each candidate, by index, if the trial is stopped at the best of these shares.
 
     `shares` are costs in runs of the incumbent. A run of the incumbent itself is not stopped.
     """
-    scale, unlimited = _Scale(forecast, max_epochs), np.array([math.inf])
+    scale, unlimited = _Scale(forecast), np.array([math.inf])
     return {
         index: scale.worth(index, unlimited if index == forecast.incumbent else np.array(shares))
         for index in candidates
     }
 
 
+def checks(forecast: Forecast, indices: Iterable[int], beta: float) -> dict[int, Worth]:
+    """Return the worth of trials that may cost at least a run of the incumbent, without those that lose too much."""
+    found = worths(forecast, indices, [share for share in stop_shares(beta) if share >= min(1.0, beta)])
+    return {index: worth for index, worth in found.items() if worth.loss <= forecast.allowed_loss(index)}
+
+
 class _Scale:
     """Samples of the beliefs, with costs in runs of the incumbent."""
 
-    def __init__(self, forecast: Forecast, max_epochs: int) -> None:
-        self._forecast, self._max_epochs = forecast, max_epochs
+    def __init__(self, forecast: Forecast) -> None:
+        self._forecast, self._max_epochs = forecast, forecast.max_epochs
         self._incumbent = forecast.incumbent
         self._run_sd = math.sqrt(forecast.epochs.run_variance)
         samples = forecast.samples
         self._luck = self._run_sd * samples.luck
         # A size that never reaches the target behaves like a size that needs three times `max_epochs`.
-        self._log_epochs = np.where(samples.converges, samples.log_epochs, math.log(3 * max_epochs))
+        self._log_epochs = np.where(samples.converges, samples.log_epochs, math.log(3 * self._max_epochs))
         # Cost of a run of the incumbent, including the failures before it succeeds.
         log_incumbent = (
             float(np.mean(samples.log_epochs[:, self._incumbent] + samples.log_costs[:, self._incumbent]))
@@ -98,7 +102,7 @@ class _Scale:
         self._log_epoch_costs = np.clip(samples.log_costs - log_incumbent, -_LARGEST_LOG, _LARGEST_LOG)
         log_runs = self._log_epochs + self._log_epoch_costs + forecast.retries + forecast.epochs.run_variance / 2
         costs = np.exp(np.clip(log_runs, -5.0, math.log(CONSTANTS.largest_cost)))
-        self._costs = np.where(self._log_epochs > math.log(max_epochs + 0.5), CONSTANTS.largest_cost, costs)
+        self._costs = np.where(self._log_epochs > math.log(self._max_epochs + 0.5), CONSTANTS.largest_cost, costs)
         self._costs_and_ones = np.column_stack([self._costs, np.ones(len(costs))]).astype(np.float32)
         self._available = list(forecast.available)
 
@@ -120,8 +124,6 @@ class _Scale:
         if not belief.converged:
             # Stopping no later than an earlier trial would teach nothing.
             again = CONSTANTS.further * belief.survived * math.exp(float(log_cost.mean()))
-            if self._forecast.allowance >= CONSTANTS.patient_from:
-                again = max(again, 1.0)
             worths[:-1][shares[:-1] < again] = -np.inf
         best = int(np.argmax(worths))
         return Worth(
@@ -191,7 +193,9 @@ def bound(job: CreatedJob, forecast: Forecast, index: int, origin: Origin, worth
     if index == forecast.incumbent or origin is Origin.INCUMBENT:
         return bound_of_incumbent(job, forecast.epochs, forecast.beliefs[index], index)
     if worth is None:
-        worth = worths(forecast, [index], stop_shares(job.beta_knob), max_epochs=job.max_epochs)[index]
+        worth = worths(forecast, [index], stop_shares(job.beta_knob))[index]
+        if worth.index <= CONSTANTS.least_worth:
+            worth = checks(forecast, [index], job.beta_knob).get(index, worth)
     return bound_of_try(
         worth.stop_share,
         epoch_j=bounded_exp(float(forecast.epoch_costs.mean[index])),
