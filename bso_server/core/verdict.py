@@ -200,10 +200,9 @@ class Judge:
     def forgone(self, more: int = 0) -> float:
         """Return the share of the amount of all runs that control runs have forgone, with `more` further ones.
 
-        A control run is expected to forgo `EffectModel.expected_loss` of a run at the best size. Before the first
-        control run, only the means of all runs at both sizes are known. Means alone would let noise make a cheap
-        default look free, and the model alone takes a default of several times the cost for an outlier at first; so a
-        control run forgoes at least what the cheapest run at the default did.
+        A control run forgoes what the cheapest run at the default cost beyond the mean at the best size. After the
+        first one, it forgoes at least `EffectModel.expected_loss` of a run at the best size, so that noise never makes
+        a cheap default look free. The model alone would at first take a very expensive default for an outlier.
         """
         made = sum(run.is_control for run in self._runs)
         if not made + more or self._best == self._default:
@@ -211,9 +210,8 @@ class Judge:
         best, default = ([run.amount for run in self._runs if run.batch_size == x] for x in (self._best, self._default))
         if not sum(best):
             return math.inf
-        mean, is_known = statistics.fmean(best), made or not default
-        loss = self._model.expected_loss() if is_known else statistics.fmean(default) / mean - 1
-        loss = max(loss, min(default, default=0.0) / mean - 1, 0.0)
+        mean = statistics.fmean(best)
+        loss = max(self._model.expected_loss() if made or not default else 0.0, min(default, default=0.0) / mean - 1)
         return (made + more) * loss * mean / math.fsum(run.amount for run in self._runs)
 
     def forgone_in_words(self) -> str:

@@ -270,7 +270,7 @@ def test_cheap_size_between_two_sizes_on_a_trend_is_tried(factor: float) -> None
 
 
 def test_size_next_to_the_incumbent_is_tried_within_twenty_recurrences() -> None:
-    """512 needs less than half of the epochs that the laws expect, and its trial is not stopped before it shows this."""
+    """512 needs less than half of the epochs that the laws expect, and its trial runs until it shows this."""
     job = workload((128, 256, 512, 1024, 2048), (8, 9, 5, 13, 23), (700, 393, 200, 123, 78), 256)
     outcomes = Case(job).play(30)
     (trial,) = [each for each in outcomes.played.trials if each.record.reason.startswith("a trial: no run has shown")]

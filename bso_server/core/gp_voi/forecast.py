@@ -162,9 +162,8 @@ class Forecast:
         has reached the target once or never.
         """
         others = [self.beliefs[index] for index in self.available if index != self.incumbent]
-        tried = [each for each in others if each.survived or each.exact.weight]
-        idle = [each.idle for each in tried if each.exact.weight < SECOND_RUN]
-        return CONSTANTS.check_share * min(idle, default=self.length)
+        once = [each for each in others if (each.survived or each.exact.weight) and each.exact.weight < SECOND_RUN]
+        return CONSTANTS.check_share * min((each.idle for each in once), default=self.length)
 
     @cached_property
     def neighbours(self) -> tuple[int, ...]:
@@ -175,9 +174,10 @@ class Forecast:
     def allowed_loss(self, index: int) -> float:
         """Return the largest loss, in runs of the incumbent, of a trial of a size that only the laws speak against.
 
-        It is `allowance`; for `neighbours`, it grows by `neighbour_share` with each trial of the job, if that is more.
+        It is `allowance`; for `neighbours`, it grows by `neighbour_share` with the horizon beyond `open_horizon`.
         """
-        return max(self.allowance, CONSTANTS.neighbour_share * self.length if index in self.neighbours else 0.0)
+        beyond = self.horizon - CONSTANTS.open_horizon if index in self.neighbours else 0.0
+        return max(self.allowance, CONSTANTS.neighbour_share * beyond)
 
     @cached_property
     def is_open(self) -> NDArray[np.bool_]:

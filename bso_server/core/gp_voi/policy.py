@@ -98,8 +98,7 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
         choice, worth = check
         values[choice[0]] = worth
     index, origin, reason = choice
-    is_bounded = not beliefs[index].are_costs_guessed
-    found = bound(job, forecast, index, origin, values.get(index)) if is_bounded else None
+    found = None if beliefs[index].are_costs_guessed else bound(job, forecast, index, origin, values.get(index))
     reason += _left_out(history)
     return Suggestion(job.batch_sizes[index], origin, reason, bound=found, basis=Weighed(forecast, values))
 
@@ -260,8 +259,8 @@ def _check(history: History, forecast: Forecast) -> tuple[_Choice, Worth] | None
     """Choose a size that its own runs do not show to be dearer than the incumbent, if a trial of it is cheap; or None.
 
     The laws may be wrong about a job. So the policy measures such sizes one after another, as long as these trials cost
-    at most the share `check_share` of the job's cost: the more a trial is expected to lose, the longer it waits. A size
-    next to the incumbent does not wait longer than about ``1 / neighbour_share`` trials of the job.
+    at most the share `check_share` of the job's cost: the more a trial is expected to lose, the longer it waits. The
+    sizes next to the incumbent wait for about twenty recurrences at most.
     """
     job, incumbent, sizes = history.job, forecast.incumbent, history.job.batch_sizes
     if job.beta_knob is None or forecast.tries_under_way or not forecast.allowance:

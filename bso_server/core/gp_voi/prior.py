@@ -90,7 +90,7 @@ class GpVoiConstants:
     least_worth: float = 0.01  # least worth of a trial, in runs of the incumbent,
     least_saving: float = 0.002  # and least saving, as a share of later runs, by a size that has reached the target
     check_share: float = 0.01  # share of a job's cost for trials of sizes that only a law excludes
-    neighbour_share: float = 0.05  # the same for the sizes next to the incumbent, until one has reached the target
+    neighbour_share: float = 0.12  # loss allowed next to the incumbent, per run of the horizon beyond `open_horizon`
     check_saving: float = 0.05  # after its first success, such a size is tried if it may save at least this (log)
     further: float = (
         1.25  # a size that was stopped is tried again for this factor times the epochs that it has survived

@@ -185,8 +185,8 @@ def bound(job: CreatedJob, forecast: Forecast, index: int, origin: Origin, worth
     """Return the bound of a trial of `origin` at the size with this index, whose cost of an epoch is roughly known.
 
     The bound of the incumbent only ends runs that do not converge. A trial of another size is stopped where its worth
-    is highest; callers that know this worth pass it as `worth`. Without `beta_knob`, or until a size is known to reach
-    the target, no trial is stopped early. `forecast` includes all other trials under way.
+    (`worth`, if known) is highest, or as in `checks` if it has hardly any. Without `beta_knob`, or until a size is
+    known to reach the target, no trial is stopped early. `forecast` includes all other trials under way.
     """
     if job.beta_knob is None or not forecast.incumbent_converges:
         return unbounded(job.max_epochs)
