@@ -92,6 +92,7 @@ class GpVoiConstants:
     check_share: float = 0.01  # share of a job's cost for trials of sizes that only a law excludes
     neighbour_share: float = 0.12  # loss allowed next to the incumbent, per run of the horizon beyond `open_horizon`
     check_saving: float = 0.05  # after its first success, such a size is tried if it may save at least this (log)
+    patient_from: float = 0.5  # allowance, in runs of the incumbent, from which on a trial may cost a whole run
     further: float = (
         1.25  # a size that was stopped is tried again for this factor times the epochs that it has survived
     )

@@ -124,6 +124,8 @@ class _Scale:
         if not belief.converged:
             # Stopping no later than an earlier trial would teach nothing.
             again = CONSTANTS.further * belief.survived * math.exp(float(log_cost.mean()))
+            if self._forecast.allowance >= CONSTANTS.patient_from:
+                again = max(again, 1.0)
             worths[:-1][shares[:-1] < again] = -np.inf
         best = int(np.argmax(worths))
         return Worth(
