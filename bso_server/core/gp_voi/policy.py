@@ -90,8 +90,7 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
     may_explore = forecast.incumbent_converges and _may_explore(beliefs)
     repeat = 0.0
     if may_explore and (candidates := _candidates(forecast)):
-        candidates.append(forecast.incumbent)
-        values = worths(forecast, candidates, stop_shares(job.beta_knob))
+        values = worths(forecast, [*candidates, forecast.incumbent], stop_shares(job.beta_knob))
         repeat = values.pop(forecast.incumbent).value
     choice = _chosen(history, forecast, values, repeat)
     if may_explore and choice[0] == forecast.incumbent and (check := _check(history, forecast)) is not None:

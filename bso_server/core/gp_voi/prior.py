@@ -93,9 +93,7 @@ class GpVoiConstants:
     neighbour_share: float = 0.12  # loss allowed next to the incumbent, per run of the horizon beyond `open_horizon`
     check_saving: float = 0.05  # after its first success, such a size is tried if it may save at least this (log)
     patient_from: float = 0.5  # allowance, in runs of the incumbent, from which on a trial may cost a whole run
-    further: float = (
-        1.25  # a size that was stopped is tried again for this factor times the epochs that it has survived
-    )
+    further: float = 1.25  # a stopped size is tried again for this factor times the epochs that it has survived
     stop_shares: tuple[float, ...] = (0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5)  # costs at which a trial may be stopped
 
     # Bound of the incumbent, in expected epochs.
