@@ -200,9 +200,9 @@ class Judge:
     def forgone(self, more: int = 0) -> float:
         """Return the share of the amount of all runs that control runs have forgone, with `more` further ones.
 
-        A control run forgoes what the cheapest run at the default cost beyond the mean at the best size. After the
-        first one, it forgoes at least `EffectModel.expected_loss` of a run at the best size, so that noise never makes
-        a cheap default look free. The model alone would at first take a very expensive default for an outlier.
+        A control run forgoes the extra cost of the cheapest run at the default over the mean at the best size. After
+        the first one, it forgoes at least `EffectModel.expected_loss` of a run at the best size, so that noise never
+        makes a cheap default look free. The model alone would at first take a very expensive default for an outlier.
         """
         made = sum(run.is_control for run in self._runs)
         if not made + more or self._best == self._default:
