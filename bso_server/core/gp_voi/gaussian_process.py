@@ -351,18 +351,13 @@ _LOG_SQRT_2_PI = 0.5 * math.log(2 * math.pi)
 _FAR_TAIL = -36.0
 
 
-def cdf(z: float) -> float:
-    """Return Φ(z): the probability that a standard normal variable is at most `z`."""
-    return 0.5 * math.erfc(-z * _SQRT_HALF)
-
-
 def log_cdf(z: float) -> float:
     """Return log Φ(z); if Φ(z) is too small for a double, by its asymptote ``φ(z)/(−z) · (1 − 1/z² + 3/z⁴)``.
 
     (Abramowitz, Stegun, Handbook of Mathematical Functions, 1964, 26.2.12.)
     """
     if z > _FAR_TAIL:
-        return math.log(cdf(z))
+        return math.log(0.5 * math.erfc(-z * _SQRT_HALF))
     square = z * z
     return -0.5 * square - _LOG_SQRT_2_PI - math.log(-z) + math.log1p((3 / square - 1) / square)
 

@@ -125,8 +125,7 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
         startup = None if belief.has_cost else expected_startup(Sizes.of(job), beliefs, index)
         if startup is None or first is None:
             return None
-        log_cost, is_guess = first.log_cost - startup - CONSTANTS.startup_sd, True
-        run = first._replace(log_cost=log_cost, epochs=math.inf)
+        run, is_guess = first._replace(log_cost=first.log_cost - startup - CONSTANTS.startup_sd, epochs=math.inf), True
     if run is not None:
         beliefs = beliefs_with(beliefs, belief.costing(run), index)
     forecast = Forecast.of(history, beliefs, others, trusted=index)
