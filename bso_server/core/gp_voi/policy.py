@@ -129,8 +129,11 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     if run is not None:
         beliefs = beliefs_with(beliefs, belief.costing(run), index)
     forecast = Forecast.of(history, beliefs, others, trusted=index)
-    if is_guess and _is_moved(Forecast.of(history, beliefs_with(beliefs, belief, index), others), forecast):
-        return None
+    if is_guess:
+        before = Forecast.of(history, beliefs_with(beliefs, belief, index), others)
+        cheaper = float(before.mean[before.incumbent] - forecast.mean[before.incumbent])
+        if forecast.incumbent != before.incumbent or cheaper > CONSTANTS.moved:
+            return None
     found = bound(job, forecast, index, trial.origin)
     return None if is_guess and found.epochs > trial.epoch else found
 
@@ -147,13 +150,6 @@ def _is_known(beliefs: Beliefs) -> bool:
 def _has_own_run(beliefs: Beliefs) -> bool:
     """Return True if a run of the job has reached the target; another job's runs do not count."""
     return any(belief.exact.weight for belief in beliefs)
-
-
-def _is_moved(before: Forecast, forecast: Forecast) -> bool:
-    """Return True if another size has become the incumbent, or the incumbent has become much cheaper."""
-    incumbent = before.incumbent
-    is_cheaper = float(before.mean[incumbent] - forecast.mean[incumbent]) > CONSTANTS.moved
-    return forecast.incumbent != incumbent or is_cheaper
 
 
 def expectations(history: History) -> Expectations:
@@ -222,7 +218,10 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth], r
         after = "a crash" if has_crashed(forecast.beliefs) else f"{missed} runs that missed the target"
         return incumbent, Origin.INCUMBENT, f"best so far, {cost}; nothing new after {after}"
     if not values:
-        return incumbent, Origin.INCUMBENT, f"best so far, {cost}; {_no_rival(forecast)}"
+        why = "no other size is likely to beat it" if len(forecast.available) > 1 else "there is no other size to try"
+        if forecast.tries_under_way >= CONSTANTS.tries_at_once:
+            why = f"{forecast.tries_under_way} trials of other sizes are under way"
+        return incumbent, Origin.INCUMBENT, f"best so far, {cost}; {why}"
     # Nearly equal sizes are not compared for ever, however cheap that is.
     least_value = CONSTANTS.least_saving * forecast.horizon
     pays = [
@@ -292,12 +291,6 @@ def _left_out(history: History) -> str:
             f"; so {'is' if len(also) == 1 else 'are'} {', '.join(also[:8])}{' and others' if len(also) > 8 else ''}"
         )
     return text
-
-
-def _no_rival(forecast: Forecast) -> str:
-    if forecast.tries_under_way >= CONSTANTS.tries_at_once:
-        return f"{forecast.tries_under_way} trials of other sizes are under way"
-    return "there is no other size to try" if len(forecast.available) < 2 else "no other size is likely to beat it"
 
 
 def _candidates(forecast: Forecast) -> list[int]:
