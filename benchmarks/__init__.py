@@ -1,1 +1,1 @@
-"""Measurements behind the figures of the documentation: docs/benchmarks.md."""
+"""Measurements behind the figures of the documentation: CONTRIBUTING.md."""
