@@ -516,10 +516,13 @@ def add_rank_report(trial: TrialRecord, report: Report, moment: Moment) -> Trial
     return changed(trial, reported_at=moment.now, lease_expires_at=moment.lease_end(trial))
 
 
-def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None) -> History:
+def replay(
+    job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None, *, learns: bool = True
+) -> History:
     """Summarise all trials of a job, given in order of dispatch.
 
-    `survivors`, the sizes with which the bandit stage began, are a stored decision, which is not replayed.
+    `survivors`, the sizes with which the bandit stage began, are a stored decision, which is not replayed. The
+    policy's memory, which takes longest, is None unless `learns`.
     """
     trials = tuple(trials)
     sizes = frozenset(job.batch_sizes)
@@ -540,7 +543,7 @@ def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int,
     offered = [trial for trial in trials if trial.batch_size in sizes and trial.origin is not Origin.FINISH]
     explorations = tuple(trial for trial in offered if prunes and is_counted_exploration(trial))
     in_flight = tuple(trial for trial in offered if trial.state in ALIVE)
-    memory = policy.memory_after(job, policy.find(job.policy).begun_memory(job), ended)
+    memory = policy.memory_after(job, policy.find(job.policy).begun_memory(job), ended) if learns else None
     return History(job, arms, explorations, cheapest, entered_at, survivors, in_flight, memory)
 
 

@@ -25,7 +25,6 @@ from bso_server.core.job import (
     dispatch_trial,
     end_by_training,
     renew_lease,
-    replay,
 )
 from bso_server.core.model import Suggestion, TrialRecord
 from bso_server.core.occurrences import TrialEnded
@@ -35,7 +34,7 @@ from bso_server.service import reading
 from bso_server.service.decisions import TRIES, Basis, Decided, Turns, basis_of, decide, turn
 from bso_server.service.dispatches import dispatch_of, save_start, started_with, with_job
 from bso_server.service.imports import import_job
-from bso_server.service.loading import known_job, known_trial, locked_job, locked_trial, open_trials
+from bso_server.service.loading import known_job, known_trial, locked_job, locked_trial, open_trials, recomputed
 from bso_server.service.refusals import (
     log_replaced,
     refuse_difference,
@@ -424,12 +423,9 @@ class Commands:
         trial = discard_trial(before)
         if trial is not before:
             transaction.update_trials([trial])
-            history = replay(job.registration, transaction.all_trials(job_id), job.survivors)
-            transaction.update_arms(job_id, history.arms.values())
-            transaction.forget_memory(job_id)
             # A new event, so that a decision that was made with this trial counts as outdated.
-            event = job.event_count + 1
-            transaction.update_jobs([replace(job, cheapest=history.cheapest, event_count=event, folded_event=event)])
+            job = replace(job, event_count=job.event_count + 1)
+            transaction.update_jobs([recomputed(transaction, job, transaction.all_trials(job_id))])
             transaction.log("job %s trial %d: %s", *trial.key, trial.message)
         return reading.trial_view(job.registration, trial)
 

@@ -23,7 +23,6 @@ from bso_server.core.revisions import as_of
 from bso_server.errors import InvalidImportError, JobConflictError
 from bso_server.service import reading
 from bso_server.service.exports import JobExport, TrialExport
-from bso_server.service.loading import Unsaved
 from bso_server.service.refusals import refuse_folder_name
 from bso_server.storage.rows import (
     TRIAL,
@@ -316,11 +315,10 @@ class JobInImport:
         transaction.insert_epochs(self._epochs)
         transaction.insert_power_profiles(self._power_profiles)
         transaction.insert_decisions(self._decisions)
-        transaction.insert_arms(self.job_id, history.arms.keys() - frozenset(job.batch_sizes))
+        transaction.replace_arms(self.job_id, history.arms.values())
         policy = find(job.policy)
-        keeps = policy.memory is not None
-        memory = StoredMemory(self.job_id, policy.version, event, history.memory) if keeps else None
-        Unsaved(dict(history.arms), memory).save(transaction, stored)
+        if policy.memory is not None:
+            transaction.save_memory(StoredMemory(self.job_id, policy.version, event, history.memory), policy)
         transaction.log("job %s imported with %d trials", self.job_id, len(self._trials))
         return summary
 

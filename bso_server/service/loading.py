@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bso_server.core.access import Caller
+from bso_server.core.job import replay
 from bso_server.core.model import Arm, History, TrialRecord, arms_after, is_counted_exploration
 from bso_server.core.policy import expectations, find, memory_after
 from bso_server.errors import UnknownJobError, UnknownTrialError
@@ -135,6 +136,17 @@ def load(transaction: Transaction, job: StoredJob, found: OpenTrials | None = No
     new = _ended(found, job.folded_event)
     changed = arms_after(job.registration, arms, new, bandit_entered_at=job.bandit_entered_at)
     return LoadedJob(job, arms | changed, changed, found)
+
+
+def recomputed(transaction: Transaction, job: StoredJob, trials: Iterable[TrialRecord]) -> StoredJob:
+    """Compute the caches of a locked job again from all its trials, and save them; return the job, which is not saved.
+
+    The next decision computes the policy's memory, which takes too long for a transaction.
+    """
+    new = replay(job.registration, trials, job.survivors, learns=False)
+    transaction.replace_arms(job.job_id, new.arms.values())
+    transaction.forget_memory(job.job_id)
+    return replace(job, folded_event=job.event_count, cheapest=new.cheapest, bandit_entered_at=new.bandit_entered_at)
 
 
 def load_history(transaction: Transaction, job: StoredJob) -> History:

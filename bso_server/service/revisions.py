@@ -6,10 +6,10 @@ from dataclasses import replace
 from datetime import datetime
 
 from bso_server.core import revisions
-from bso_server.core.job import replay
 from bso_server.core.model import OBSERVED, TrialRecord
 from bso_server.core.revisions import Changes
 from bso_server.errors import JobConflictError
+from bso_server.service.loading import recomputed
 from bso_server.service.refusals import refuse_long_window, refuse_policy
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
@@ -37,20 +37,16 @@ def revise(transaction: Transaction, job: StoredJob, changes: Changes, now: date
     )
     trials = _as_counted(transaction, after, trials, (*earlier, revision))
     survivors = revisions.survivors_after(before, after, job.survivors)
-    history = replay(after, trials, survivors)
     job = replace(
         job,
         registration=after,
         event_count=revision.event,
-        folded_event=revision.event,
         revised_event=revision.event,
-        cheapest=history.cheapest,
-        bandit_entered_at=history.bandit_entered_at,
         survivors=survivors,
         rng_state=None if "mab_seed" in changes else job.rng_state,
     )
-    transaction.revise_job(job, revision, history.arms.values())
-    transaction.forget_memory(job.job_id)
+    job = recomputed(transaction, job, trials)
+    transaction.revise_job(job, revision)
     transaction.log("job %s revised: %s", job.job_id, changes_in_words(changes))
     return job
 

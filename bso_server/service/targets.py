@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bso_server.core.job import Moment, end_trial, replay
+from bso_server.core.job import Moment, end_trial
 from bso_server.core.model import Report, TrialRecord, changed
 from bso_server.core.occurrences import TrialEnded
 from bso_server.core.targets import NumberedReport, is_unclear, judged_again, learned_target, reached_value
 from bso_server.errors import JobConflictError
+from bso_server.service.loading import recomputed
 from bso_server.service.revisions import counted
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob
@@ -88,11 +89,13 @@ def _set(
             transaction.tell(TrialEnded(again.state))
             transaction.log("job %s trial %d: %s", *again.key, again.message)
         after.append(counted(transaction, job, job, again)[1])
-    _save(transaction, [new for new, old in zip(after, trials, strict=True) if new is not old])
-    history = replay(registration, after, job.survivors)
-    transaction.update_arms(job.job_id, history.arms.values())
-    transaction.forget_memory(job.job_id)
-    job = replace(job, registration=registration, cheapest=history.cheapest, folded_event=job.event_count)
+    moved = [new for new, old in zip(after, trials, strict=True) if new is not old]
+    transaction.update_trials(moved)
+    for trial in moved:
+        # The last report that counts is in the trial's own row; later ones are not part of the trial any more.
+        if trial.end_reason is EndReason.TARGET_REACHED:
+            transaction.delete_reports_from(trial.key, trial.report_count)
+    job = recomputed(transaction, replace(job, registration=registration), after)
     transaction.update_jobs([job])
     source = f"learned from runs {runs[0]} to {runs[-1]}" if runs else "given by its user"
     transaction.log("job %s: the target is %g, %s", job.job_id, target, source)
@@ -108,14 +111,6 @@ def _with_open_ones_locked(transaction: Transaction, trials: list[TrialRecord]) 
     keys = [trial.key for trial in trials if trial.state not in FINAL]
     locked = transaction.locked_trials(keys) if keys else {}
     return [locked[trial.key][1] if trial.key in locked else trial for trial in trials]
-
-
-def _save(transaction: Transaction, trials: list[TrialRecord]) -> None:
-    transaction.update_trials(trials)
-    for trial in trials:
-        # The last report that counts is in the trial's own row; later ones are not part of the trial any more.
-        if trial.end_reason is EndReason.TARGET_REACHED:
-            transaction.delete_reports_from(trial.key, trial.report_count)
 
 
 def _reports(transaction: Transaction, trial: TrialRecord) -> list[NumberedReport]:

@@ -363,13 +363,11 @@ class Transaction:
         """Save the changeable columns of locked jobs."""
         self._update(jobs, [job_row(job) for job in changed])
 
-    def revise_job(self, revised: StoredJob, revision: Revision, arms_after: Iterable[Arm]) -> None:
-        """Save a locked job after a revision, with the revision and all arms of the job, some of which may be new."""
+    def revise_job(self, revised: StoredJob, revision: Revision) -> None:
+        """Save a locked job after a revision, with the revision."""
         values = _terms_of(revised.registration) | job_row(revised)
         self.connection.execute(sa.update(jobs).where(jobs.c.job_id == revised.job_id).values(values))
         self.insert_revisions(revised.job_id, [revision])
-        self.connection.execute(sa.delete(arms).where(arms.c.job_id == revised.job_id))
-        self.connection.execute(sa.insert(arms), _arm_rows(revised.job_id, arms_after))
 
     def insert_revisions(self, job_id: str, added: Iterable[Revision]) -> None:
         """Insert revisions."""
@@ -379,9 +377,10 @@ class Transaction:
         """Return the revisions of a job, in order."""
         return tuple(Revision(**row) for row in self.rows(_REVISIONS, job_id=job_id))
 
-    def insert_arms(self, job_id: str, batch_sizes: Iterable[int]) -> None:
-        """Insert arms of a locked job for further batch sizes."""
-        self._insert(sa.insert(arms), _arm_rows(job_id, map(Arm, sorted(batch_sizes))))
+    def replace_arms(self, job_id: str, arms_after: Iterable[Arm]) -> None:
+        """Save all arms of a locked job, some of which may be new."""
+        self.connection.execute(sa.delete(arms).where(arms.c.job_id == job_id))
+        self.connection.execute(sa.insert(arms), _arm_rows(job_id, arms_after))
 
     def update_arms(self, job_id: str, changed: Iterable[Arm]) -> None:
         """Save arms of a locked job."""
