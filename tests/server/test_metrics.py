@@ -290,7 +290,8 @@ class TestReading:
     async def test_totals_are_not_read_more_often_than_the_interval(
         self, monkeypatch: pytest.MonkeyPatch, took_s: float, pause_s: float
     ) -> None:
-        clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+        clock: Any = SimpleNamespace(now=1000.0)
+        clock.monotonic = lambda: clock.now
         monkeypatch.setattr(prometheus, "time", clock)
         reads = 0
 
