@@ -151,21 +151,6 @@ def test_resumed_master_uses_the_result_left_by_the_script(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_script_killed_with_the_master_is_launched_again(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "wait", "train")
-    process = bench.start(2)
-    script = bench.wait_for_script(process)
-    process.kill()
-    process.wait()
-    os.kill(script, signal.SIGKILL)
-    (bench.logs / "go").touch()
-    bench.run(2, "--resume")
-    assert [(run.job_id, run.seed) for run in bench.state.history] == [("rec01+try01", 123456), ("rec02+try01", 123457)]
-    assert bench.begun == ["rec01+try01", "rec01+try01", "rec02+try01"]
-    assert bench.trial_states == [TrialState.COMPLETED] * 2
-
-
-@pytest.mark.slow
 def test_repeatedly_killed_master_repeats_and_loses_no_run(tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     undisturbed = Bench(tmp_path / "undisturbed", *["train", "kill", "train", "memory", "train"])

@@ -22,7 +22,7 @@ from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.client.reporter import TrialReporter, judged_without_server
 from zeus_plugins.files import FileBusyError
-from zeus_plugins.protocol import CreatedJob, Evaluation, Origin, StopRule, TrainingResult, TrialId, TrialState
+from zeus_plugins.protocol import CreatedJob, Evaluation, Origin, StopRule, TrialState
 from zeus_plugins.training.session import TrialSession
 
 # --- judging without the server ---------------------------------------------------------------------------------------
@@ -319,17 +319,6 @@ def test_results_are_kept_in_memory_if_the_disk_is_unusable(caplog: pytest.LogCa
 
 
 @pytest.mark.usefixtures("no_outbox")
-def test_results_in_memory_can_be_refused(caplog: pytest.LogCaptureFixture) -> None:
-    server, session = away_after_a_report(404)
-    server.down = False
-    until(lambda: any("the server refuses this trial" in warning for warning in warnings_in(caplog)))
-    assert not session.report_evaluation(0.2).stop_train
-    assert session.report_evaluation(0.95).converged
-    session.end()
-    assert len(server.sent("POST", "/report")) == 1
-
-
-@pytest.mark.usefixtures("no_outbox")
 def test_results_lost_with_the_process_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     _, session = away_after_a_report()
     session.end(KeyboardInterrupt())
@@ -436,12 +425,3 @@ def test_zeus_server_gets_no_heartbeats() -> None:
     assert threads() == []
     session.end()
     assert {path for _, path, _ in server.requests} == {"/jobs", "/jobs/batch_size", "/report", "/trials"}
-
-
-def test_report_names_the_trial() -> None:
-    """The stored result and the trial's name, kept separately, recombine to the same message."""
-    trial = TrialId(job_id="digits-1", batch_size=64, trial_number=7)
-    evaluation = Evaluation(time=1, energy=2, metric=0.5, current_epoch=3, judged_by=StopRule(max_epochs=4))
-    result = TrainingResult(**trial.model_dump(), **evaluation.model_dump())
-    assert result.judged_by == evaluation.judged_by
-    assert result.model_dump(include=set(TrialId.model_fields)) == trial.model_dump()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sqlite3
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import NO_RETRIES
-from zeus_plugins.protocol import Origin, TrialId, TrialState
+from zeus_plugins.protocol import TrialId, TrialState
 from zeus_plugins.training.session import TrialSession
 
 # --- starting without the server --------------------------------------------------------------------------------------
@@ -40,23 +36,6 @@ def begun(client: BsoClient, job: JobSpec) -> TrialSession:
     session.ask()
     session.begin_measurement()
     return session
-
-
-def test_offline_trial_is_recorded_when_the_server_returns(
-    server: ServerProcess, client: BsoClient, outbox: Outbox
-) -> None:
-    server.kill()
-    session = begun(client, named_job())
-    trial = session.trial
-    assert (trial.batch_size, trial.trial_number) == (JOB.default_batch_size, None)
-    assert trial.reason == "the default size, as the server could not be reached"
-    session.report_evaluation(0.1)
-    server.start()
-    until(lambda: session.trial.trial_number == 1 and not outbox.waiting())
-    assert session.report_evaluation(0.95).converged
-    session.end()
-    (shown,) = client.show_job(trial.job_id).trials
-    assert (shown.state, shown.origin, shown.epochs, shown.energy_j) == (TrialState.COMPLETED, "offline", 2, 20)
 
 
 def test_unreachable_server_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -88,24 +67,6 @@ def test_nameless_job_begun_offline_gets_a_name(client: BsoClient, server: Serve
     session.ask()
     assert session.trial.job_id.startswith("digits-")
     session.end()
-
-
-def test_next_training_delivers_results_left_by_the_last(
-    server: ServerProcess, client: BsoClient, outbox: Outbox
-) -> None:
-    job = named_job()
-    server.kill()
-    first = begun(client, job)
-    assert first.report_evaluation(0.95).converged
-    first.end()
-    assert len(outbox.waiting()) == 1
-    server.start()
-    second = session_of(client, job)
-    second.ask()
-    assert outbox.waiting() == []
-    states = [trial.state for trial in client.show_job(job.job_id or "").trials]
-    assert states == [TrialState.COMPLETED, TrialState.RUNNING]
-    second.end()
 
 
 # --- Resuming without the server --------------------------------------------------------------------------------------
@@ -184,56 +145,9 @@ def test_heartbeats_keep_a_trial_alive_until_the_end(impatient: BsoClient) -> No
     alone.end()
 
 
-TRAINING = """
-import sys, time
-from tests.support.job_bench import seconds_and_joules
-from tests.support.reporting import JOB
-from zeus_plugins import BatchSizeOptimizer
-
-optimizer = BatchSizeOptimizer(seconds_and_joules(1.0, 10.0), sys.argv[1], JOB)
-print(optimizer.get_batch_size(), flush=True)
-time.sleep(600)
-"""
-
-
-def has_heartbeats(file: Path) -> bool:
-    """Return True once the first trial in the database has sent a heartbeat, which shortens its lease."""
-    with closing(sqlite3.connect(file)) as database:
-        return bool(database.execute("SELECT heartbeats FROM trials WHERE trial_number = 1").fetchone()[0])
-
-
-@pytest.mark.slow
-def test_killed_training_blocks_the_next_at_most_for_the_lease(impatient: BsoClient, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TRAINING, impatient.server_url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as training:
-        try:
-            assert training.stdout is not None
-            assert training.stdout.readline() == "64\n"
-            waiting = impatient.request_trial(JOB.job_id or "")
-            assert waiting.origin is Origin.CONCURRENT  # the exploration is running
-            until(lambda: has_heartbeats(tmp_path / "bso.sqlite3"))
-        finally:
-            training.kill()
-    dead = TrialId(job_id=JOB.job_id or "", batch_size=64, trial_number=1)
-    until(lambda: state_of(impatient, dead) is TrialState.ABANDONED)
-    again = impatient.request_trial(JOB.job_id or "")
-    assert (again.batch_size, again.origin) == (64, Origin.EXPLORATION)
-
-
 def test_heartbeat_does_not_wake_a_suspended_trial(impatient: BsoClient) -> None:
     session = session_of(impatient, named_job())
     session.ask()
     session.end(KeyboardInterrupt())
     assert threads() == []
     assert state_of(impatient, session.trial.trial_id) is TrialState.SUSPENDED
-
-
-@pytest.mark.slow
-def test_report_revives_an_abandoned_trial(impatient: BsoClient, tmp_path: Path) -> None:
-    session = begun(impatient, named_job())
-    assert session._reporter is not None
-    until(lambda: has_heartbeats(tmp_path / "bso.sqlite3"))
-    session._reporter._stopped.set()
-    until(lambda: state_of(impatient, session.trial.trial_id) is TrialState.ABANDONED)
-    assert session.report_evaluation(0.95).converged
-    session.end()

@@ -73,22 +73,6 @@ def test_measurements_in_file_reach_server(bench: FrameworkBench, tmp_path: Path
     assert bench.power_profiles() == [(1, 4)]
 
 
-@pytest.mark.parametrize("begins_without", [False, True], ids=["killed at the first batch", "away from the start"])
-def test_limits_measured_during_server_outage_arrive_later(
-    mortal_bench: FrameworkBench, *, begins_without: bool
-) -> None:
-    kill = mortal_bench.server.kill
-    if begins_without:
-        kill()
-    first, _ = recur(mortal_bench, work=Powered({} if begins_without else {1: kill}))
-    assert first.limits_of_steps == list(LIMITS_W)
-    mortal_bench.server.start()
-    second, _ = recur(mortal_bench)
-    assert second.limits_of_steps == [BEST_W] * STEPS
-    assert mortal_bench.power_profiles() == [(1, 4)]
-    assert mortal_bench.power_limits() == [(BEST_W, 4)] * 2
-
-
 def test_resumed_training_measures_nothing(bench: FrameworkBench) -> None:
     job = bench.job(NEVER, batch_sizes=(48,), max_epochs=2)
 

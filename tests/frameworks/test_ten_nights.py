@@ -348,25 +348,6 @@ def test_extra_epoch_of_callback_runs_after_the_trial(
     assert torch.equal(*weights)
 
 
-def test_crash_before_first_step_is_trained_at_own_size(bench: FrameworkBench) -> None:
-    if not bench.HAS_LOGGER:
-        pytest.skip("Hugging Face's Trainer makes optimizers within its loop")
-
-    def schedule(optimizer: Any, steps: int) -> Any:
-        assert steps >= 10, "too few steps for the phases of the schedule"
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-
-    def make(callback: Any, work: Work) -> Training:
-        training = bench.training(callback, work=work, epochs=2, scores=SCORES)
-        training.model._scheduler = schedule
-        return training
-
-    job = ten_nights(bench, make, sizes=(8, OWN, 84))
-    failed = tries_without_result(job)
-    assert set(failed) == {84}
-    assert len(failed[84]) <= 2
-
-
 def test_crash_after_resume_continues_with_weights_of_checkpoint(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,20 +388,3 @@ def test_run_at_pinned_size_counts_only_while_it_is_pinned(bench: FrameworkBench
         counted.append([trial.state is TrialState.COMPLETED for trial in at_48][:2])
     # A pinned run has the rate of the script, and the run before it a scaled one.
     assert counted == [[], [True], [False, True], [True, False]]
-
-
-def test_scripts_with_two_rules_in_turn_keep_the_runs_of_each(bench: FrameworkBench) -> None:
-    rules = ["auto", "none"]
-    ran: dict[str, list[int]] = {rule: [] for rule in rules}
-    job = bench.job(
-        higher_is_better_metric=True, target=0.9, batch_sizes=(8, OWN, 48), default_batch_size=OWN, max_epochs=2
-    )
-    for night in range(NIGHTS):
-        rule, work = rules[night % 2], Work()
-        callback = bench.BatchSize(job, "score", energy_monitor=work.monitor, on_failure="finish", lr_scaling=rule)
-        bench.training(callback, work=work, epochs=2, scores=SCORES).train()
-        ran[rule].append(night + 1)
-        counted = [trial.trial_number for trial in view(bench).trials if trial.state is not TrialState.WITHDRAWN]
-        own = [trial.trial_number for trial in view(bench).trials if trial.batch_size == OWN]
-        assert counted == sorted({*ran[rule], *own})
-    assert all(set(numbers) - set(own) for numbers in ran.values())  # both rules have tried other sizes

@@ -6,7 +6,6 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -19,10 +18,7 @@ from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.outbox import OutboxHeader
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import Ending, JobSpecFromClient, TrialId, TrialState
-from zeus_plugins.training.outcomes import end_trial_from_another_rank
 from zeus_plugins.training.session import TrialSession
-
-T = TypeVar("T")
 
 
 @pytest.fixture
@@ -78,16 +74,6 @@ def test_superseded_run_trains_on_and_changes_nothing(
     assert the_trial(there).state is TrialState.COMPLETED
 
 
-def test_superseded_run_does_not_end_the_successors_trial(here: Server, there: Server) -> None:
-    first = begun(here)
-    second = resumed(there, first.state_dict())
-    first.end(KeyboardInterrupt())
-    end_trial_from_another_rank(here, first.trial, RuntimeError("no such label"))
-    assert the_trial(there).state is TrialState.RUNNING
-    second.end(KeyboardInterrupt())
-    assert the_trial(there).state is TrialState.SUSPENDED
-
-
 def test_heartbeat_informs_the_superseded_run(
     here: Server, there: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,18 +119,6 @@ def test_waiting_results_of_the_first_run_count_if_the_successor_finds_them(here
     assert second.trial.lease_epoch == 2
     assert (the_trial(here).epochs, the_trial(here).state) == (1, TrialState.RUNNING)
     second.end(KeyboardInterrupt())
-
-
-def test_checkpoint_can_be_resumed_twice(here: Server, there: Server) -> None:
-    first = begun(here)
-    state = first.state_dict()
-    first.end(KeyboardInterrupt())
-    second = resumed(here, state)
-    third = resumed(there, state)
-    assert (second.trial.lease_epoch, third.trial.lease_epoch) == (2, 3)
-    second.end(KeyboardInterrupt())
-    assert the_trial(there).state is TrialState.RUNNING
-    third.end(KeyboardInterrupt())
 
 
 def test_run_resumed_offline_takes_over_when_the_server_returns(here: Server, there: Server) -> None:

@@ -252,14 +252,6 @@ async def test_control_runs_lead_to_a_verdict(bso: JobService) -> None:
     assert view.savings.control_cost_j == sum(trial.cost_j or 0 for trial in controls)
 
 
-async def test_no_saving_is_claimed_before_the_first_control_run(bso: JobService) -> None:
-    await run(bso)
-    while (await run(bso)).origin is not Origin.CONTROL:
-        savings = await savings_of(bso)
-        assert savings.word is SavingsWord.NOT_SHOWN
-        assert savings.cause in (None, "1 of at least 2 runs at 16 so far")
-
-
 async def test_explanation_of_the_next_choice_includes_control_runs(bso: JobService) -> None:
     for _ in range(20):
         explained = await bso.store.read(explain, bso.job_id)
@@ -335,19 +327,3 @@ async def test_only_runs_with_a_lease_count_as_running(bso: JobService) -> None:
     counts, later = await running()
     assert counts == [0, 0]
     assert set(versions).isdisjoint(later)
-
-
-async def test_no_view_claims_an_unproven_saving(bso: JobService) -> None:
-    """With equal sizes, no page says "saves", and no headline has a percentage."""
-    for _ in range(10):
-        await run(bso, cost_j=400.0)
-        view, (_, page) = await bso.show(), await bso.store.read(Pages(Tariff()).job, bso.job_id)
-        assert page is not None
-        assert view.savings.word is SavingsWord.NOT_SHOWN
-        text = html.page(page, html.Reader(root="", now=bso.now))
-        headline = text[text.index("<h1") : text.index("</h1>")]
-        assert headline.startswith('<h1 class="headline">')
-        assert "%" not in headline
-        assert "saves" not in headline
-        assert 'class="big gain"' not in text
-        assert {trial.state for trial in view.trials} == {TrialState.COMPLETED}

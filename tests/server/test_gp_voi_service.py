@@ -10,7 +10,7 @@ from bso_server.storage.store import Store
 from bso_server.storage.tables import policy_memories
 from bso_server.storage.transaction import Transaction
 from tests.support.service import JobService, new_job, trial_id
-from zeus_plugins.protocol import GP_VOI, EndReason, Origin, Stage, StopRule, TrialDispatch, TrialEnd, TrialState
+from zeus_plugins.protocol import GP_VOI, EndReason, Origin, StopRule, TrialDispatch, TrialEnd, TrialState
 
 
 @pytest.fixture
@@ -27,23 +27,6 @@ async def ran(server: JobService, trial: TrialDispatch, needed: int, epoch_j: fl
         if answer.stop_train:
             return answer.reason
     raise AssertionError("a trial has 10 epochs at most")
-
-
-async def test_job_finds_the_cheapest_size_and_states_the_reason(bso: JobService) -> None:
-    needed, epoch_j = {8: 5, 16: 4, 32: 4}, {8: 120.0, 16: 100.0, 32: 60.0}
-    for _ in range(8):
-        trial = await bso.suggest()
-        await ran(bso, trial, needed[trial.batch_size], epoch_j[trial.batch_size])
-    view = await bso.show()
-    assert view.stage is Stage.BANDIT
-    assert [trial.batch_size for trial in view.trials[-4:]] == [32] * 4
-    assert {trial.origin for trial in view.trials[-4:]} == {Origin.INCUMBENT}
-    assert view.trials[0].reason == f"first run of job {view.job.job_id}"
-    assert "chance to beat 16, the best so far, expected 41" in view.trials[1].reason
-    last = view.trials[-1]
-    assert last.reason.startswith("best so far, expected 24")
-    assert last.epoch_bound in {8, 9}
-    assert (last.epoch_bound_reason or "").startswith("2 times its expected epochs, 4")
 
 
 async def test_job_is_stuck_after_every_size_missed_the_target_until_a_success(bso: JobService) -> None:

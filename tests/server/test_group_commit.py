@@ -95,18 +95,6 @@ class TestBatches:
         assert (await first, await rest) == (2, [4, 6, 8])
         assert doubler.groups == [[1], [2, 3, 4]]
 
-    async def test_error_of_an_item_does_not_affect_the_rest_of_the_group(self) -> None:
-        answers = await Doubler().outcomes(1, 13, 3)
-        assert answers[::2] == [2, 6]
-        assert isinstance(answers[1], ValueError)
-
-    async def test_failed_group_is_processed_item_by_item(self) -> None:
-        doubler = Doubler()
-        answers = await doubler.outcomes(1, 0, 3)
-        assert answers[::2] == [2, 6]
-        assert isinstance(answers[1], RuntimeError)
-        assert doubler.groups == [[1, 0, 3], [1], [0], [3]]
-
     async def test_size_of_groups_is_bounded(self) -> None:
         doubler = Doubler()
         assert await doubler.outcomes(*range(100, 550)) == [2 * item for item in range(100, 550)]
@@ -269,11 +257,6 @@ class TestWritersOfASqliteFile:
             assert await asyncio.gather(*(numbers.store.write(numbers.writing(n)) for n in (1, 2, 3))) == [-1, -2, -3]
             assert numbers.transactions == [[1, 2, 3]]
             assert await numbers.kept() == [1, 2, 3]
-
-    async def test_waiting_works_share_a_transaction(self, numbers: Numbers) -> None:
-        assert await numbers.behind_another(*map(numbers.writing, (4, 5, 6))) == [-4, -5, -6]
-        assert numbers.transactions == [[], [4, 5, 6]]
-        assert await numbers.kept() == [4, 5, 6]
 
     async def test_refused_work_leaves_nothing_and_the_rest_of_the_group_is_committed(
         self, numbers: Numbers, caplog: pytest.LogCaptureFixture

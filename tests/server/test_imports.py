@@ -20,11 +20,9 @@ from hypothesis import strategies as st
 from sqlalchemy import func, select, update
 
 from bso_server.cli import main
-from bso_server.core.model import History
 from bso_server.errors import InvalidImportError, JobConflictError
 from bso_server.service import imports
 from bso_server.service.exports import JobExport, TrialExport, export, split_exports
-from bso_server.service.imports import JobInImport
 from bso_server.storage.tables import arms, epochs, jobs, trials
 from bso_server.storage.transaction import Transaction
 from tests.support.databases import DATABASES
@@ -172,23 +170,6 @@ async def test_failed_import_leaves_nothing(bso: JobService, monkeypatch: pytest
             await bso.service.import_job(pieces_of(export_of(job_id, 400)))
     assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
     assert (await bso.service.import_job(pieces_of(export_of(job_id, 400)))).trials == 400
-
-
-async def test_import_repeated_after_a_lost_commit_succeeds(bso: JobService) -> None:
-    def read_in(lines: Lines) -> tuple[JobInImport, History]:
-        head, *trials = encoded(lines).splitlines()
-        job = JobInImport("line 1", head)
-        for line in trials:
-            job.add("line", line)
-        return job, job.close()
-
-    job_id = new_id()
-    (job, history), (other, other_history) = read_in(export_of(job_id, 4)), read_in(export_of(job_id, 3))
-    saved = await bso.store.write(job.save, history, again=False)
-    assert await bso.store.write(job.save, history, again=True) == saved
-    for tried, its_history, again in ((job, history, False), (other, other_history, True)):
-        with pytest.raises(JobConflictError, match="exists"):
-            await bso.store.write(tried.save, its_history, again=again)
 
 
 async def test_larger_job_is_refused_at_once(service: JobService, monkeypatch: pytest.MonkeyPatch) -> None:

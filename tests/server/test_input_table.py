@@ -10,7 +10,6 @@ import socket
 import sqlite3
 import threading
 import uuid
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -214,17 +213,6 @@ def test_long_list_of_errors_is_truncated(scene: Scene) -> None:
 def test_names_of_gpus_may_contain_any_printable_text(http: httpx.Client, gpu_model: str) -> None:
     job_id = register(http, gpu_model=gpu_model)
     assert http.get(f"/api/jobs/{job_id}").json()["job"]["gpu_model"] == gpu_model
-
-
-def test_without_pruning_rounds_every_size_is_drawn_from_the_start(scene: Scene) -> None:
-    job_id = register(scene.http, num_pruning_rounds=0, mab_num_explorations=2)
-    dispatched = []
-    for _ in range(6):
-        dispatch = scene.http.get("/jobs/batch_size", params={"job_id": job_id}).raise_for_status().json()
-        dispatched.append((dispatch["batch_size"], dispatch["origin"]))
-        scene.http.post("/report", json={**dispatch, **scene.final}).raise_for_status()
-    assert Counter(dispatched) == {(8, "bandit"): 2, (16, "bandit"): 2, (32, "bandit"): 2}
-    assert scene.http.get(f"/api/jobs/{job_id}").json()["stage"] == "bandit"
 
 
 # --- POST /report -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from bso_server.service.exports import export
 from bso_server.service.reports import ReportBatch
 from bso_server.storage.store import Store
 from tests.support.exports import exported, pieces_of
-from tests.support.service import HOUR_S, JobService, new_job, result, trial_id
+from tests.support.service import JobService, new_job, result, trial_id
 from zeus_plugins.protocol import (
     GP_VOI,
     CreatedJob,
@@ -118,25 +118,6 @@ async def test_running_trial_is_completed_at_the_epoch_reaching_the_later_target
     assert (await unset.report(early, cost_j=20.0, metric=0.5, epoch=2)).converged
     await unset.service.transact(unset.service.commands.end_trial, ended_early(early))
     assert (await unset.show()).trials[0] == view
-
-
-@pytest.mark.parametrize("outcome", [TrialState.SUSPENDED, TrialState.ABANDONED])
-async def test_suspended_or_abandoned_trial_is_completed_where_the_target_was_reached(
-    unset: JobService, outcome: TrialState
-) -> None:
-    early = await unset.suggest()
-    await train(unset, early, (0.5, 0.97))
-    if outcome is TrialState.SUSPENDED:
-        await unset.end(early, outcome)
-    else:
-        unset.wait(2 * HOUR_S)
-        await unset.service.reap()
-    assert await unset.states() == [outcome]
-    await registered(unset, 0.95)
-    assert await unset.states() == [TrialState.COMPLETED]
-    assert await unset.differences() == []
-    # A run resumed before the target was set may repeat the epoch that reached the target.
-    assert (await unset.report(early, cost_j=35.0, metric=0.94, epoch=2)).converged
 
 
 async def test_evaluations_before_the_target_was_set_count_as_confirmation(store: Store) -> None:

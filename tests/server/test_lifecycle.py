@@ -12,11 +12,8 @@ import sqlalchemy as sa
 from bso_server.core.job import LeasePolicy
 from bso_server.core.model import Arm
 from bso_server.errors import (
-    InvalidReportError,
-    KeyConflictError,
     NoSurvivorError,
     ReportConflictError,
-    UnknownJobError,
     UnknownTrialError,
 )
 from bso_server.storage.store import Store
@@ -27,7 +24,6 @@ from zeus_plugins.protocol import (
     GP_VOI,
     EndReason,
     Heartbeat,
-    OfflineTrial,
     ReportResponse,
     StopRule,
     TrainingResult,
@@ -236,15 +232,6 @@ async def test_error_without_a_fitting_size_explains_the_reason(bso: JobService)
 # --- Repeated requests ------------------------------------------------------------------------------------------------
 
 
-async def test_repeated_request_returns_the_trial_of_the_key(bso: JobService) -> None:
-    first = await bso.suggest("key-1")
-    assert await bso.suggest("key-1") == first
-    assert (await bso.suggest("key-2")).trial_number == 2
-    await bso.reach(first)
-    with pytest.raises(KeyConflictError, match="trial 1, which has ended"):
-        await bso.suggest("key-1")
-
-
 async def test_idempotency_key_is_local_to_a_job(bso: JobService) -> None:
     other = JobService(bso.store)
     await other.service.register(other.job)
@@ -363,18 +350,6 @@ async def test_offline_trial_is_recorded_once_and_counts(bso: JobService) -> Non
     assert view.min_cost_j == 300
     # The offline trial neither replaces nor completes an exploration.
     assert (await bso.suggest()).batch_size == 16
-
-
-async def test_invalid_offline_trial_is_refused(bso: JobService) -> None:
-    await bso.offline(32, "key")
-    with pytest.raises(InvalidReportError, match=r"64 is not one of the job's batch sizes \[8, 16, 32\]"):
-        await bso.offline(64, "another")
-    with pytest.raises(InvalidReportError, match=r"trial 1 .* has batch size 32, not 16"):
-        await bso.offline(16, "key")
-    unknown = OfflineTrial(job_id="nobody", batch_size=8)
-    with pytest.raises(UnknownJobError):
-        await bso.service.transact(bso.service.commands.record_offline, unknown, "key")
-    assert len((await bso.show()).trials) == 1
 
 
 # --- Caches -----------------------------------------------------------------------------------------------------------

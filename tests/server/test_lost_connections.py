@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -247,19 +246,6 @@ async def end_two_idle_sessions(store: Store, database_url: str) -> None:
     url = POSTGRES_URL if kind == "postgresql" else MYSQL_URL
     await asyncio.gather(*(asyncio.to_thread(administer, url, END_SESSION[kind].format(number)) for number in ended))
     await until_none_is_left(url, ended)
-
-
-async def test_connections_terminated_while_idle_fail_no_request(
-    database_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "bso_server")
-    async with open_store(database_url) as store:
-        await end_two_idle_sessions(store, database_url)
-        caplog.clear()
-        await store.write(lambda transaction: transaction.job("none"))
-        # The second connection is replaced, too, although no request has used it since.
-        await asyncio.gather(*(store.write(lambda transaction: transaction.job("none")) for _ in range(2)))
-    assert caplog.text.count("lost the connection") == caplog.text.count("found it again at attempt 2") == 1
 
 
 async def test_server_with_terminated_idle_connections_is_ready(database_url: str) -> None:

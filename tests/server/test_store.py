@@ -23,7 +23,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, event
 
-from bso_server.core.model import Deviations, TrialRecord, changed
+from bso_server.core.model import TrialRecord, changed
 from bso_server.errors import DatabaseNotReadyError
 from bso_server.service.commands import BatchSizeService
 from bso_server.storage.database import open_database
@@ -79,39 +79,6 @@ async def test_empty_database_is_not_ready(tmp_path: Path) -> None:
             await store.check_schema()
     finally:
         await store.close()
-
-
-async def test_stored_records_are_read_back_unchanged(store: Store) -> None:
-    trial = replace(begun("round-trip", 1, NOW), reason="first é ✓", started_event=1, lease_expires_at=NOW)
-    measured = replace(
-        trial,
-        time_s=123456.789012345,
-        energy_j=0.1 + 0.2,
-        epoch=0.3,
-        metric=0.0,
-        report_count=2,
-        first_epoch=0.1,
-        first_time_s=1 / 7,
-        first_energy_j=1 / 3,
-        deviations=Deviations(2 / 3, 1e300, -1 / 3),
-        epoch_bound=7,
-        epoch_bound_reason="seven",
-    )
-
-    def write(transaction: Transaction) -> None:
-        transaction.insert_job(registration("round-trip"), NOW)
-        transaction.insert_trials([trial])
-        transaction.update_trials([measured])
-
-    await store.write(write)
-    found = await store.read(Transaction.job, "round-trip")
-    assert found is not None
-    assert found.registration == registration("round-trip")
-    assert found.registration.target_metric == 0.9
-    assert found.created_at == NOW
-    assert found.created_at.tzinfo is UTC
-    trials = await store.read(Transaction.all_trials, "round-trip")
-    assert trials == [measured]
 
 
 async def test_several_trials_are_saved_with_separate_values(store: Store) -> None:

@@ -108,12 +108,6 @@ def test_hundred_concurrent_suggests_get_distinct_trials(servers: Sequence[str],
     assert sum(arm["trials"] for arm in read(servers, f"/api/jobs/{job_id}")["arms"]) == 100
 
 
-def test_suggest_repeated_concurrently_gets_a_single_trial(servers: Sequence[str], job_id: str) -> None:
-    answers = at_once(servers, [suggest(job_id, **{"Idempotency-Key": "key"})] * 20)
-    assert statuses(answers) == {200: 20}
-    assert {answer.json()["trial_number"] for answer in answers} == {1}
-
-
 def test_twenty_different_final_reports_complete_a_trial_once(servers: Sequence[str], job_id: str) -> None:
     """The first report ends the trial; the other reports, with different costs, are refused."""
     (trial,) = begin(servers, job_id, 1)
@@ -126,15 +120,6 @@ def test_twenty_different_final_reports_complete_a_trial_once(servers: Sequence[
     assert [(kept["state"], kept["energy_j"]) for kept in job["trials"]] == [("completed", taken)]
     (summary,) = read(servers, "/api/jobs", prefix=job_id)["jobs"]
     assert summary["min_cost_j"] == job["min_cost_j"] == taken
-
-
-def test_final_report_repeated_concurrently_counts_once(servers: Sequence[str], job_id: str) -> None:
-    (trial,) = begin(servers, job_id, 1)
-    answers = at_once(servers, [report(trial, cost_j=100)] * 20)
-    assert statuses(answers) == {200: 20}
-    assert len({answer.text for answer in answers}) == 1
-    assert answers[0].json()["converged"]
-    assert read(servers, f"/api/jobs/{job_id}")["arms"][1]["n"] == 1
 
 
 def test_concurrent_final_reports_of_all_trials_are_counted(servers: Sequence[str], job_id: str) -> None:
@@ -154,16 +139,6 @@ def test_concurrent_final_reports_of_all_trials_are_counted(servers: Sequence[st
     exported = httpx.get(f"{servers[0]}/api/jobs/{job_id}/export").raise_for_status().text.splitlines()[1:]
     events = [json.loads(line)[name] for line in exported for name in ("started_event", "ended_event")]
     assert sorted(events) == list(range(1, 101))
-
-
-def test_concurrent_jobs_with_a_shared_prefix_get_distinct_ids(servers: Sequence[str], prefix: str) -> None:
-    """Jobs without an id get a generated id."""
-    nameless = job_of(prefix) | {"job_id": None}
-    answers = at_once(servers, [("POST", "/jobs", {"json": nameless})] * 50)
-    assert statuses(answers) == {201: 50}
-    told = {answer.json()["job_id"] for answer in answers}
-    assert len(told) == 50
-    assert {job["job_id"] for job in read(servers, "/api/jobs", prefix=prefix, limit=100)["jobs"]} == told
 
 
 def test_job_registered_concurrently_takes_a_single_configuration(servers: Sequence[str], prefix: str) -> None:

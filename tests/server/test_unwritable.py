@@ -229,40 +229,6 @@ def test_embedded_server_creates_no_second_file_beside_the_training(tmp_path: Pa
         assert server.list_jobs().jobs == ()
 
 
-@pytest.mark.slow
-def test_reports_acknowledged_around_a_full_disk_survive_a_crash(tmp_path: Path) -> None:
-    """Reports acknowledged before the disk was full and after space was freed survive a crash."""
-    with (
-        small_disk(tmp_path / "disk", size="1m") as disk,
-        serving(f"sqlite:///{disk / 'bso.sqlite3'}", tmp_path) as server,
-        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http,
-    ):
-        trial = begin(http, http.post("/jobs", json=job(job_id="full-1", max_epochs=1000)).json()["job_id"])
-        kept, ballast = [], None
-        for epoch in range(1, 400):
-            answer = _report(http, trial, epoch)
-            if answer.status_code == 200:
-                kept.append(epoch)
-                if ballast is None and epoch == 10:
-                    ballast = fill(disk)
-                if ballast is not None and not ballast.exists():
-                    break
-                continue
-            assert_retried(answer, "disk of its database")
-            assert_refused(http.get("/health/ready"), 503, None, "disk of its database")
-            assert http.get("/api/jobs/full-1").status_code == 200
-            assert ballast is not None
-            ballast.unlink()
-        assert ballast is not None
-        assert not ballast.exists(), "the disk was never full"
-        assert http.get("/health/ready").status_code == 200
-        assert "Traceback" not in server.log.read_text()
-        server.kill()
-        server.start("--migrate")
-        epochs = httpx.get(f"{server.url}/api/jobs/full-1/trials/1/epochs").json()["epochs"]
-        assert {epoch["epoch"] for epoch in epochs} >= set(kept)
-
-
 @pytest.mark.parametrize("database_url", [POSTGRESQL], indirect=True)
 def test_postgresql_standby_is_reported_as_read_only(database_url: str, tmp_path: Path) -> None:
     name = make_url(database_url).database

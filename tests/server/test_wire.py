@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.exports import export_over, import_over, renamed
+from tests.support.exports import export_over
 from tests.support.jobs import job
 from tests.support.wire import assert_refused, begin, reached, report
 from tests.support.zeus_jobs import ZEUS_JOB
@@ -59,13 +59,6 @@ class TestRegistering:
         # Clients of earlier versions state "auto" for the default budget.
         assert http.post("/jobs", json={**spec, "controls": "auto"}).status_code == 200
 
-    def test_changed_configuration_is_refused_with_the_field(self, http: httpx.Client, spec: dict[str, Any]) -> None:
-        http.post("/jobs", json=spec)
-        answer = http.post("/jobs", json={**spec, "eta_knob": 0.25, "max_power": 200.0})
-
-        assert_refused(answer, 409, "job_id", "eta_knob is 0.5, not 0.25", "max_power is 100.0, not 200.0")
-        assert http.post("/jobs", json=spec).status_code == 200
-
     @pytest.mark.parametrize("absent", [{}, {"job_id": None}], ids=["absent", "null"])
     def test_server_generates_an_id(self, http: httpx.Client, spec: dict[str, Any], absent: dict[str, Any]) -> None:
         del spec["job_id"]
@@ -76,17 +69,6 @@ class TestRegistering:
         assert prefix == "job"
         assert len(digits) == 8
         assert int(digits, 16) >= 0
-
-    def test_fingerprint_is_optional_and_stored_with_the_job(self, http: httpx.Client, spec: dict[str, Any]) -> None:
-        assert http.post("/jobs", json=spec).json()["fingerprint"] is None
-        told = {"model": "Net", "framework": "lightning", "optimizer": None, "monitor": "val_acc", "samples": 1000}
-        told |= {"parameters": "0123456789abcdef", "data": "Digits"}
-        for fingerprint in (told, {"model": "Other"}):
-            answer = http.post("/jobs", json={**spec, "fingerprint": fingerprint})
-            assert (answer.status_code, answer.json()["fingerprint"]) == (200, told)
-        moved = renamed(export_over(http, spec["job_id"]), f"{spec['job_id']}-moved")
-        assert import_over(http, moved).is_success
-        assert http.get(f"/api/jobs/{spec['job_id']}-moved").json()["job"]["fingerprint"] == told
 
     @pytest.mark.parametrize("name", [".", ".."])
     def test_id_of_a_job_cannot_be_a_path(self, http: httpx.Client, spec: dict[str, Any], name: str) -> None:
@@ -150,10 +132,6 @@ class TestTrials:
         assert (body["job_id"], body["batch_size"], body["trial_number"]) == (job_id, 16, 1)
         assert (body["origin"], body["reason"]) == ("exploration", "exploring: your default size (round 1 of 1)")
         assert begin(http, job_id)["trial_number"] == 2
-
-    def test_unknown_jobs_get_404(self, http: httpx.Client) -> None:
-        assert_refused(http.get("/jobs/batch_size", params={"job_id": "none"}), 404, "job_id", "unknown job 'none'")
-        assert_refused(http.delete("/jobs", params={"job_id": "none"}), 404, "job_id", "unknown job 'none'")
 
     def test_report_below_the_target_continues(self, http: httpx.Client, job_id: str) -> None:
         answer = report(http, begin(http, job_id), time=1, energy=100, metric=0.5, current_epoch=1)
@@ -296,13 +274,6 @@ class TestEnding:
         assert http.patch("/trials", json=trial).status_code == 200
         assert trials_of(http, job_id) == before
 
-    def test_deleting_a_job_deletes_the_trials(self, http: httpx.Client, spec: dict[str, Any], job_id: str) -> None:
-        trial = begin(http, job_id)
-        assert http.delete("/jobs", params={"job_id": job_id}).status_code == 200
-        assert report(http, trial, time=1, energy=1, metric=0.5, current_epoch=1).status_code == 404
-        assert http.post("/jobs", json=spec).status_code == 201
-        assert begin(http, job_id)["trial_number"] == 1
-
 
 class TestChoosing:
     def test_exploration_is_followed_by_draws(self, http: httpx.Client, job_id: str) -> None:
@@ -324,17 +295,6 @@ class TestChoosing:
             (16, 2, 500.0),
             (32, 2, 600.0),
         ]
-
-    def test_error_without_survivors_names_the_settings_to_change(
-        self, http: httpx.Client, spec: dict[str, Any]
-    ) -> None:
-        http.post("/jobs", json=spec)
-        for expected in (16, 32):
-            trial = begin(http, spec["job_id"])
-            assert trial["batch_size"] == expected
-            report(http, trial, time=1, energy=1, metric=0.1, current_epoch=10)
-        answer = http.get("/jobs/batch_size", params={"job_id": spec["job_id"]})
-        assert_refused(answer, 409, None, "no batch size reached the target", "batch_sizes", "max_epochs")
 
 
 def test_unknown_routes_and_methods_are_refused(http: httpx.Client) -> None:

@@ -26,7 +26,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from tests.support import ROOT
 from tests.support.databases import DATABASES, empty_database
 from tests.support.exports import Lines, decoded, encoded, export_over, import_over, renamed
-from tests.support.servers import ServerProcess, bso_server, free_port, serving
+from tests.support.servers import ServerProcess, bso_server, free_port
 from tests.support.zeus_jobs import ZEUS_JOB, Player
 from tests.zeus_peer.peer import Peer
 
@@ -365,43 +365,6 @@ def test_former_command_names_the_script() -> None:
 
 
 # --- With a real Zeus 0.16 server -------------------------------------------------------------------------------------
-
-
-# Each kind of database is source once and destination once.
-WAYS = [
-    pytest.param("sqlite+aiosqlite", "postgresql", marks=pytest.mark.postgresql),
-    pytest.param("postgresql", "mysql", marks=[pytest.mark.postgresql, pytest.mark.mysql]),
-    pytest.param("mysql", "sqlite", marks=pytest.mark.mysql),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.zeus_peer
-@pytest.mark.parametrize(("source", "destination"), WAYS)
-def test_moved_job_continues_with_the_sizes_of_zeus(peer: Peer, source: str, destination: str, tmp_path: Path) -> None:
-    """The next 20 sizes equal Zeus's: during exploration, with a running trial, and in the bandit stage."""
-    with (
-        empty_database(source, tmp_path) as zeus_database,
-        empty_database(destination, tmp_path) as database,
-        peer.server(tmp_path, zeus_database) as zeus_url,
-        serving(database, tmp_path, "--migrate") as ours,
-        httpx.Client(base_url=zeus_url, timeout=60) as zeus,
-        httpx.Client(base_url=ours.url, timeout=60) as http,
-    ):
-        for job_id, recurrences, stage in (("moved-a", 5, "pruning"), ("moved-b", 16, "bandit")):
-            zeus.post("/jobs", json={**ZEUS_JOB, "job_id": job_id}).raise_for_status()
-            on_zeus = Player(zeus, job_id)
-            on_zeus.recur(recurrences)
-            on_zeus.begin()
-            done = import_zeus(zeus_database, database, tmp_path / "jobs.jsonl", "--job", job_id)
-            assert done.returncode == 0, done.stderr
-            here = Player(http, job_id, running=list(on_zeus.running))
-            job = http.get(f"/api/jobs/{job_id}").json()
-            assert job["stage"] == stage
-            assert job["trials"][-1]["state"] == "running"
-            here.end()
-            on_zeus.end()
-            assert here.recur(20) == on_zeus.recur(20)
 
 
 @pytest.mark.slow

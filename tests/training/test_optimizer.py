@@ -6,11 +6,9 @@ import logging
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
@@ -36,7 +34,6 @@ from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOConfigError,
     ZeusBSOOperationOrderError,
-    ZeusBSORuntimeError,
     ZeusBSOTrainFailError,
 )
 from zeus_plugins.protocol import ZEUS, GpuConfig, TrialState
@@ -289,31 +286,6 @@ def test_caught_sigterm_does_not_end_the_next_training() -> None:
     assert second.sent("PATCH", "/trials") == [FAILED]
 
 
-def test_closing_the_optimizer_closes_the_connection() -> None:
-    closed = threading.Event()
-
-    def refuse_and_wait_for_the_end() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(60)
-            connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 400 No\r\nContent-Length: 0\r\n\r\n")
-            while connection.recv(65536):  # the rest of the request, and then the end of the connection
-                pass
-            closed.set()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=refuse_and_wait_for_the_end)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        optimizer = BatchSizeOptimizer(monitor_of(), url, JOB)
-        with pytest.raises(ZeusBSORuntimeError):
-            optimizer.get_batch_size()
-        optimizer.close()
-        thread.join()
-    assert closed.is_set()
-
-
 @pytest.fixture
 def listening_double() -> Iterator[tuple[ContractDouble, str]]:
     """Serve the double on a real socket, for programs in other processes."""
@@ -432,53 +404,7 @@ LOOP = JobSpec(
     mab_seed=7,
     policy=ZEUS,
 )
-# Energy of an epoch in joules, and epochs to the target; 64 never reaches the target.
-EPOCH_J = {8: 300.0, 16: 100.0, 32: 100.0, 64: 50.0}
 EPOCHS = {8: 3, 16: 2, 32: 3, 64: 99}
-
-
-def train(server: ServerProcess) -> int:
-    """Launch a training script once; return its batch size."""
-
-    def epochs() -> Iterator[Measurement]:
-        epoch_j = EPOCH_J[optimizer.get_batch_size()]
-        yield from repeat(Measurement(time_s=epoch_j / 100, energy_j=epoch_j, source="replay"))
-
-    with BatchSizeOptimizer(ReplayMonitor(epochs(), GPUS), server.url, LOOP) as optimizer:
-        batch_size = optimizer.get_batch_size()
-        optimizer.on_train_begin()
-        epoch = 0
-        while not optimizer.training_finished:
-            epoch += 1
-            optimizer.on_evaluate(0.95 if epoch >= EPOCHS[batch_size] else 0.5)
-    return batch_size
-
-
-def recur(server: ServerProcess) -> list[int]:
-    """Run a recurrence: launch until one launch succeeds."""
-    sizes: list[int] = []
-    while True:
-        try:
-            return [*sizes, train(server)]
-        except ZeusBSOTrainFailError:
-            with BsoClient(server.url) as client:
-                sizes.append(client.show_job("loop").trials[-1].batch_size)
-
-
-def test_recurring_loop_settles_on_the_cheapest_size(server: ServerProcess) -> None:
-    recurrences = [recur(server) for _ in range(8)]
-    with BsoClient(server.url) as client:
-        job = client.show_job("loop")
-
-    # 32 costs 300 J, 16 costs 200 J. 8 crosses twice 200 J in its second epoch and is stopped, which ends the direction
-    # down; 64 runs out of epochs at 200 J. Both are launched again within the recurrence. With equal costs, 32 has no
-    # chance.
-    assert recurrences == [[32], [16], [8, 64, 16], [16], [16], [16], [16], [16]]
-    assert [trial.state for trial in job.trials if trial.batch_size in (8, 64)] == [
-        TrialState.EARLY_STOPPED,
-        TrialState.EXHAUSTED,
-    ]
-    assert (job.min_cost_j, job.best_batch_size) == (200, 16)
 
 
 def test_two_ranks_train_like_zeus_s_data_parallel_script(server: ServerProcess, tmp_path: Path) -> None:
