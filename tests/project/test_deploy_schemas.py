@@ -170,7 +170,7 @@ def plain(part: Any) -> Any:
 
 
 class TestTheChart:
-    def test_it_makes_the_objects_of_the_overlays(self, combination: str) -> None:
+    def test_chart_makes_the_objects_of_the_overlays(self, combination: str) -> None:
         made, wanted = (
             {(each["kind"], each["metadata"]["name"]): plain(each["spec"]) for each in objects if "spec" in each}
             for objects in (rendered(combination), applied(combination))
@@ -190,7 +190,7 @@ class TestTheChart:
         assert len(selectors) == 5
         assert not any(selector.items() <= labels.items() for selector in selectors)
 
-    def test_helm_lints_it_strictly_and_packages_the_alerts(self, tmp_path: Path) -> None:
+    def test_helm_lints_the_chart_strictly_and_packages_the_alerts(self, tmp_path: Path) -> None:
         helm("lint", "--strict", str(CHART))
         helm("package", str(CHART), f"--destination={tmp_path}")
         (package,) = tmp_path.glob(f"zeus-bso-{version('zeus-plugins')}.tgz")
@@ -269,14 +269,14 @@ class TestAnInstallation:
         named = {each["metadata"].get("namespace") for each in installation if each["kind"] != "Namespace"}
         assert named in ({"zeus-bso"}, {None})
 
-    def test_its_objects_are_those_that_a_stock_prometheus_selects(self, installation: list[dict[str, Any]]) -> None:
+    def test_stock_prometheus_selects_the_objects_of_the_chart(self, installation: list[dict[str, Any]]) -> None:
         watched = [each for each in installation if each["kind"] in {"ServiceMonitor", "PrometheusRule"}]
         for each in watched:
             assert each["metadata"]["labels"]["release"] == "kube-prometheus-stack"
         rules = [each["spec"] for each in watched if each["kind"] == "PrometheusRule"]
         assert rules in ([], [yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())])
 
-    def test_its_policies_admit_the_ways_that_it_needs_and_no_others(self, installation: list[dict[str, Any]]) -> None:
+    def test_policies_of_the_chart_admit_the_needed_ways_only(self, installation: list[dict[str, Any]]) -> None:
         kinds = {each["kind"]: each for each in installation}
         policies = {each["metadata"]["name"]: each["spec"] for each in installation if each["kind"] == "NetworkPolicy"}
         (server,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
