@@ -37,8 +37,11 @@ _REMOVED = {
 
 
 def default_database_url() -> str:
-    """Return the URL of a SQLite file in the user's data directory."""
-    return f"sqlite:///{Path(user_data_path('zeus-bso')) / 'bso.sqlite3'}"
+    """Return the URL of a SQLite file in the user's data directory; raise `ValueError` for a user without one."""
+    try:
+        return f"sqlite:///{Path(user_data_path('zeus-bso')) / 'bso.sqlite3'}"
+    except RuntimeError as error:
+        raise ValueError(f"{error}, or name a database by {variable_of('database_url')}") from error
 
 
 class Settings(BaseSettings):
@@ -218,6 +221,8 @@ def _with_files(variables: Mapping[str, str | None], stated: Collection[str]) ->
     return values
 
 
-def problems(error: ValidationError) -> str:
-    """Return the errors of the settings in one line, each with its environment variable."""
+def problems(error: ValidationError | UnicodeDecodeError) -> str:
+    """Return the errors of the settings in one line, each with its environment variable or file."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"the file {ENV_FILE}, which is no text in UTF-8: {error}"
     return "; ".join(f"{variable_of(str(line['loc'][0]))}: {line['msg']}" for line in error.errors())

@@ -45,7 +45,7 @@ async def import_job(
     ] = 1,
 ) -> JobSummary:
     """Create a job with its trials from an export, in the JSON Lines format of `GET /api/jobs/{job_id}/export`."""
-    require_json(request.headers.get("content-type", ""), MEDIA_TYPE)
+    require_json(request.headers, MEDIA_TYPE)
     return await service.import_job(request.stream(), first_line=first_line)
 
 

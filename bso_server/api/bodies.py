@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -46,18 +47,20 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
     return receive_in_time
 
 
-def require_json(content_type: str, also: str = "") -> None:
-    """Raise unless a ``Content-Type`` is JSON, `also`, or missing.
+def require_json(headers: Mapping[str, str], also: str = "") -> None:
+    """Raise unless a body is not encoded, and its ``Content-Type`` is JSON, `also`, or missing.
 
     Zeus's clients send no ``Content-Type``. Text and forms are refused because a web page of another site may send them
     to this server without a preflight request.
     """
-    media_type = content_type.partition(";")[0].strip().lower()
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    encoding, problem = headers.get("content-encoding", "identity"), None
     if media_type not in ("", "application/json", also) and not media_type.endswith("+json"):
-        raise HTTPException(
-            f"a body must be JSON, not {media_type!r}: send the header Content-Type: {also or 'application/json'}",
-            status_code=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-        )
+        problem = f"must be JSON, not {media_type!r}: send the header Content-Type: {also or 'application/json'}"
+    elif encoding.lower() != "identity":
+        problem = f"must not be encoded, as the header Content-Encoding: {encoding:.40} says: send it as it is"
+    if problem is not None:
+        raise HTTPException(f"a body {problem}", status_code=HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
 
 
 class BodyRequest(Request[Any, Any, Any]):
@@ -65,7 +68,7 @@ class BodyRequest(Request[Any, Any, Any]):
 
     async def json(self) -> Any:
         """Decode the body; raise like `require_json`, and `ClientException` for a body that is not JSON."""
-        require_json(self.headers.get("content-type", ""))
+        require_json(self.headers)
         try:
             return await super().json()
         except (SerializationException, ValueError, RecursionError):

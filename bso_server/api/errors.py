@@ -117,7 +117,7 @@ EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
 
 
 _MEANING = {
-    HTTPStatus.BAD_REQUEST: "The request cannot be read: a body that is no JSON, or a host name not served here.",
+    HTTPStatus.BAD_REQUEST: "A body that is no JSON (an import gets 422), or a host name not served here.",
     HTTPStatus.UNAUTHORIZED: "A token is needed, and there is none or not a good one.",
     HTTPStatus.FORBIDDEN: "The caller may not do that.",
     HTTPStatus.NOT_FOUND: "No such job or trial.",

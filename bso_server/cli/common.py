@@ -93,7 +93,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     """Return the settings of a command; raise `CommandError` if one is wrong."""
     try:
         return Settings(**given(options))
-    except ValidationError as error:
+    except (ValidationError, UnicodeDecodeError) as error:
         raise CommandError(f"wrong setting, given as an argument or by {problems(error)}") from error
 
 

@@ -19,6 +19,7 @@ _FULL = "the disk of its database is full"
 _READ_ONLY = "its database takes no writes"
 _FAILING = "the disk of its database fails, or its quota is used up"
 DAMAGED = "its database is damaged"
+DENIED = "the user of its database lacks rights on it"
 _POOLED = "a pooler changes the session of its database after each transaction: let it pool sessions (pool_mode)"
 
 # Error codes of databases that answer, but accept no writes or are damaged. Of SQLite's codes, only the last byte
@@ -35,6 +36,7 @@ _UNWRITABLE: dict[object, str] = {
     "25006": _READ_ONLY,  # texts are SQLSTATEs of PostgreSQL, numbers are codes of MySQL and MariaDB
     "26000": _POOLED,  # a prepared statement is missing, as behind PgBouncer in transaction mode
     "42P05": _POOLED,  # another process has prepared it
+    "42501": DENIED,
     "53100": _FULL,
     "58030": _FAILING,
     "XX001": DAMAGED,  # data corrupted
@@ -45,6 +47,8 @@ _UNWRITABLE: dict[object, str] = {
     1030: _FAILING,  # error of the storage engine
     1034: DAMAGED,  # index of a table
     1114: _FULL,  # a table or its tablespace
+    1142: DENIED,  # a command on a table
+    1143: DENIED,  # a column
     1290: _READ_ONLY,  # --read-only, as on a replica
     1712: DAMAGED,  # index of InnoDB
     1792: _READ_ONLY,  # a session of read-only transactions

@@ -509,6 +509,8 @@ def configure_sqlite(engine: Engine, busy_timeout_s: float = _BUSY_TIMEOUT_S) ->
         # FULL: a committed report survives a power cut.
         cursor.execute("PRAGMA synchronous = FULL")
         cursor.execute("PRAGMA foreign_keys = ON")
+        # Bytes to which a log is cut that grew beside a long read.
+        cursor.execute("PRAGMA journal_size_limit = 4194304")
         # The first read creates the companion files.
         cursor.execute("SELECT 1 FROM sqlite_master LIMIT 1")
         cursor.close()

@@ -47,6 +47,7 @@ from bso_server.storage.database import Database
 from bso_server.storage.deadlines import LONG_PATIENCE_S, MIGRATION_PATIENCE_S, PATIENCE_S, waiting
 from bso_server.storage.faults import (
     DAMAGED,
+    DENIED,
     NoConnectionError,
     Retries,
     UnwritableError,
@@ -490,10 +491,13 @@ class Store:
             await self._transact(
                 lambda transaction: migrations.upgrade(transaction.connection), patience_s=MIGRATION_PATIENCE_S
             )
-        except DBAPIError as error:
+        except (DBAPIError, DatabaseUnavailableError) as error:
+            if isinstance(error, DatabaseUnavailableError) and error.fault != DENIED:
+                raise
+            said = NoConnectionError(error) if isinstance(error, DBAPIError) else error.detail
             raise DatabaseNotReadyError(
-                f"the database {self.description} could not be brought to schema {migrations.HEAD}: "
-                f"{NoConnectionError(error)}. Its user needs the rights to create, change and drop tables there"
+                f"the database {self.description} could not be brought to schema {migrations.HEAD}: {said}. "
+                "Its user needs the rights to create, change and drop tables there"
             ) from error
 
     async def current_revision(self) -> str | None:
@@ -557,8 +561,15 @@ def _current_revision(transaction: Transaction) -> str | None:
 
 
 def _use_two_sessions(transaction: Transaction) -> None:
-    """Use a prepared statement again while another connection has its session, if sessions are pooled."""
+    """Use a prepared statement again while another connection has its session, if sessions are pooled.
+
+    Raise `DatabaseNotReadyError` for a database of PostgreSQL that cannot store every text.
+    """
     engine = transaction.connection.engine
+    if engine.dialect.name == "postgresql":
+        encoding = transaction.connection.exec_driver_sql("SHOW server_encoding").scalar()
+        if encoding not in ("UTF8", "SQL_ASCII"):
+            raise DatabaseNotReadyError(f"the database's encoding is {encoding}: create it with ENCODING 'UTF8'")
     with engine.connect() as one, engine.connect() as other:
         for connection in (one, other, one):
             connection.exec_driver_sql("SELECT 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -246,3 +247,14 @@ def test_every_variable_is_listed_set_or_not_and_secrets_are_masked(ask: Any, sh
     assert level == "ok"
     assert text.startswith("set: ZEUS_SERVER_URL=(set), ZEUS_BSO_TOKEN=(set), ZEUS_BSO_TIMEOUT_S=2.5")
     assert "ZEUS_JOB_ID" not in text
+
+
+def test_reader_that_leaves_ends_the_command_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "zeus_plugins", "sync", "--dry-run"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")

@@ -27,6 +27,7 @@ from litestar.routes import HTTPRoute
 from sqlalchemy import Connection, text
 from sqlalchemy.engine import make_url
 
+from bso_server import settings as settings_module
 from bso_server.app import create_app
 from bso_server.cli.common import CommandError, settings_of
 from bso_server.core.job import LeasePolicy
@@ -35,6 +36,7 @@ from bso_server.storage import migrations, sqlite
 from bso_server.storage.database import open_database
 from bso_server.storage.sqlite import network_filesystem
 from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
 from tests.support import warm
 from tests.support.databases import (
     MYSQL,
@@ -436,6 +438,78 @@ def test_upgrade_without_rights_says_what_the_database_refused(
             assert "needs the rights to create" in line
     finally:
         administer(database_url, drop_user.format(name))
+
+
+@pytest.mark.parametrize(
+    ("database_url", "make_user", "drop_user"),
+    [
+        pytest.param("postgresql", "CREATE ROLE {} LOGIN", "DROP ROLE {}", marks=pytest.mark.postgresql),
+        pytest.param("mysql", "CREATE USER {}", "DROP USER {}", marks=pytest.mark.mysql),
+    ],
+    indirect=["database_url"],
+)
+def test_user_without_rights_on_the_tables_is_told_so(database_url: str, make_user: str, drop_user: str) -> None:
+    assert bso_server("db", "upgrade", "--database-url", database_url).returncode == 0
+    name, url = f"zeus_{secrets.token_hex(4)}", make_url(database_url)
+    administer(database_url, make_user.format(name))
+    table = f"{url.database}.alembic_version" if database_url.startswith("mysql") else "alembic_version"
+    try:
+        administer(database_url, f"GRANT SELECT ON {table} TO {name}")
+        user_url = url.set(username=name).render_as_string(hide_password=False)
+        for command in (["jobs", "list"], ["token", "list"]):
+            answer = bso_server(*command, "--database-url", user_url)
+            assert answer.returncode == 1
+            assert "the user of its database lacks rights on it" in answer.stderr.splitlines()[-1]
+            assert "Traceback" not in answer.stderr
+    finally:
+        if database_url.startswith("postgresql"):
+            administer(database_url, f"REVOKE ALL ON {table} FROM {name}")
+        administer(database_url, drop_user.format(name))
+
+
+@pytest.mark.postgresql
+def test_database_that_cannot_store_every_text_is_refused() -> None:
+    name = f"zeus_test_{secrets.token_hex(6)}"
+    administer(POSTGRES_URL, f"CREATE DATABASE {name} ENCODING 'LATIN1' TEMPLATE template0 LOCALE 'C'")
+    try:
+        url = make_url(POSTGRES_URL).set(database=name).render_as_string(hide_password=False)
+        answer = bso_server("serve", "--migrate", "--port", str(free_port()), "--database-url", url)
+        assert answer.returncode == 1
+        assert "the database's encoding is LATIN1: create it with ENCODING 'UTF8'" in answer.stderr.splitlines()[-1]
+    finally:
+        administer(POSTGRES_URL, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+async def test_log_of_a_sqlite_file_shrinks_after_a_long_read(sqlite_url: str) -> None:
+    file = make_url(sqlite_url).database or ""
+
+    def fill(transaction: Transaction, megabytes: int) -> None:
+        transaction.connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS ballast (content BLOB)")
+        transaction.connection.exec_driver_sql("INSERT INTO ballast VALUES (randomblob(?))", (megabytes * 10**6,))
+
+    async with open_store(sqlite_url) as store:
+        with closing(sqlite3.connect(file, isolation_level=None)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT * FROM sqlite_master").fetchall()
+            await store.write(fill, 9)
+            assert Path(f"{file}-wal").stat().st_size > 9 * 10**6
+        for _ in range(2):
+            await store.write(fill, 1)
+        assert Path(f"{file}-wal").stat().st_size <= 4 * 2**20
+
+
+def test_file_of_settings_in_another_encoding_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".env").write_text("ZEUS_BSO_LOG_LEVEL=INFO\n", encoding="utf-16")
+    monkeypatch.chdir(tmp_path)
+    assert "the file .env, which is no text in UTF-8" in refusal("jobs", "list")
+
+
+def test_user_without_a_home_is_told_which_setting_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def user_data_path(_name: str) -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr(settings_module, "user_data_path", user_data_path)
+    assert "or name a database by ZEUS_BSO_DATABASE_URL" in refusal("jobs", "list")
 
 
 def test_invalid_database_file_gets_a_single_error_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -306,6 +307,12 @@ def test_unknown_routes_and_methods_are_refused(http: httpx.Client) -> None:
     response = http.put("/report")
     assert_refused(response, 405, None)
     assert response.headers["Allow"] == "POST, OPTIONS"
+
+
+@pytest.mark.parametrize("path", ["/jobs", "/report", "/api/import"])
+def test_encoded_body_is_refused(http_on_sqlite: httpx.Client, path: str) -> None:
+    answer = http_on_sqlite.post(path, content=gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"})
+    assert_refused(answer, 415, None, "Content-Encoding: gzip")
 
 
 @pytest.mark.parametrize("path", ["/", "/ui", "/ui/", "/ui/static/style.css", "/health/live", "/health/ready"])

@@ -397,7 +397,7 @@ def test_final_line_names_the_best_size_once(url: str) -> None:
     [
         (ValueError("a fault"), "it counts as failed, and its batch size is tried"),
         (MemoryError(), "its batch size and larger ones are left out from now"),
-        (KeyboardInterrupt(), "it continues when the training resumes"),
+        (KeyboardInterrupt(), "it continues if the training resumes"),
         (ZeusBSOConfigError("no such metric"), "it counts against no batch size."),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int | None = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has ended. The interpreter flushes standard output at its end, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except ZeusBSOError as error:
         print(printable(f"zeus-plugins: {error}"), file=sys.stderr)
         return 1

@@ -262,7 +262,7 @@ def _settings_of(server_url: str) -> tuple[Settings, Path]:
     try:
         settings = Settings(database_url=_database_url(Path(stated).absolute())) if stated else Settings()
     except ValueError as error:
-        problem = problems(error) if isinstance(error, ValidationError) else error
+        problem = problems(error) if isinstance(error, ValidationError | UnicodeDecodeError) else error
         raise ZeusBSOConfigError(f"wrong setting of the server in this process: {problem}") from None
     path = _opened(settings).path.absolute()
     return settings.model_copy(update={"database_url": _database_url(path)}), path

@@ -21,7 +21,7 @@ LATEST_TRIALS = 100
 _CONSEQUENCES: dict[EndingState, str] = {
     TrialState.FAILED: "it counts as failed",
     TrialState.INFEASIBLE: "its batch size and larger ones are left out from now on",
-    TrialState.SUSPENDED: "it continues when the training resumes from a checkpoint",
+    TrialState.SUSPENDED: "it continues if the training resumes from a checkpoint, and is abandoned otherwise",
     TrialState.WITHDRAWN: "it counts against no batch size",
 }
 
@@ -171,7 +171,7 @@ class Announcer:
         if not trial.converged:
             return "Launch the training again to try the next batch size."
         if view is None:
-            return "The next launch builds on this run."
+            return "The next launch builds on this run if the server takes its results."
         able = [arm for arm in view.arms if arm.infeasible is None]
         tried = [arm for arm in able if arm.trials]
         if len(tried) < len(able):
