@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from urllib.parse import urlencode
 
-from bso_server.cli.common import Commands, add_command, settings_of
+from bso_server.cli.common import Commands, add_command, duration, settings_of
 from bso_server.cli.jobs import ask_or_read, written
-from bso_server.service.fleet import FleetReader, length_of
+from bso_server.service.fleet import FleetReader
 from bso_server.service.views import FleetPage, Tariff
 from zeus_plugins.protocol import Paths
 
@@ -25,10 +25,7 @@ def add_report_command(commands: Commands) -> None:
 
 
 def _period(text: str) -> str:
-    try:
-        length_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    duration(text)
     return text
 
 

@@ -8,14 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bso_server.cli.common import CommandError, Commands, RemovedOption, add_source, table
 from bso_server.cli.jobs import read_job
 from bso_server.core.policy import find
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
 from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces, recorded_workload
-from bso_server.simulate.workload import Consumption, Savings, Workload
+from bso_server.simulate.workload import Consumption, Workload
 from zeus_plugins.protocol import OWN_POLICIES
 
 # Options that select one workload of the traces, not allowed with ``--all``.
@@ -61,7 +60,7 @@ def add_simulate_command(commands: Commands) -> None:
         help="η of the cost, from 0 to 1, one or several (default: the job's, or 0.5)",
     )
     parser.add_argument(
-        "--beta", type=_beta, default="", help="β of early stopping, or none (default: the job's, or 2)"
+        "--beta", type=_beta, default=argparse.SUPPRESS, help="β of early stopping, or none (default: the job's, or 2)"
     )
     parser.add_argument(
         "--power-limit",
@@ -104,13 +103,30 @@ class Subject:
 
 def _simulate(options: argparse.Namespace) -> None:
     subject = _recorded(options) if options.job_id is not None else _traced(options)
-    settings, policies = settings_of(options, subject), list(dict.fromkeys(options.policy or OWN_POLICIES))
+    policies = list(dict.fromkeys(options.policy or OWN_POLICIES))
+    settings = [
+        Setting(
+            recurrences=options.recurrences,
+            seeds=options.seeds,
+            eta=eta,
+            beta=getattr(options, "beta", subject.beta),
+            optimal_power_limits=options.power_limit == "optimal",
+            concurrency=options.concurrency,
+        )
+        for eta in dict.fromkeys(options.eta or [subject.eta])
+    ]
     comparisons = [compare(workload, policies, setting) for setting in settings for workload in subject.workloads]
     if options.json is not None:
+        workloads = [each.as_json() for each in comparisons]
+        is_one = not options.all and len(comparisons) == 1
+        document = {"workloads": workloads, "geometric_mean": geometric_means(comparisons)}
         # Results have no infinity or NaN.
-        text = json.dumps(results_json(comparisons, options), indent=2, allow_nan=False)
+        text = json.dumps(workloads[0] if is_one else document, indent=2, allow_nan=False)
         options.json.write_text(text + "\n", "utf-8")
-    print(results_text(comparisons, subject))
+    print(f"{ratios_text(comparisons)}\n\n{savings_text(comparisons)}")
+    if subject.untried_default is not None:
+        untried = subject.untried_default
+        print(f"\nthe default size, {untried}, was never measured: the nearest measured size replaces it")
 
 
 def policy_name(name: str) -> str:
@@ -119,38 +135,6 @@ def policy_name(name: str) -> str:
     if missing is not None:
         raise argparse.ArgumentTypeError(missing)
     return name
-
-
-def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
-    """Return a setting for each selected η."""
-    return [
-        Setting(
-            recurrences=options.recurrences,
-            seeds=options.seeds,
-            eta=eta,
-            beta=subject.beta if options.beta == "" else options.beta,
-            optimal_power_limits=options.power_limit == "optimal",
-            concurrency=options.concurrency,
-        )
-        for eta in dict.fromkeys(options.eta or [subject.eta])
-    ]
-
-
-def results_json(comparisons: Sequence[Comparison], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the results as JSON types: one comparison, or several with their geometric mean."""
-    workloads = [each.as_json() for each in comparisons]
-    if not options.all and len(comparisons) == 1:
-        return workloads[0]
-    return {"workloads": workloads, "geometric_mean": geometric_means(comparisons)}
-
-
-def results_text(comparisons: Sequence[Comparison], subject: Subject) -> str:
-    """Format the results for the terminal."""
-    parts = [ratios_text(comparisons), savings_text(comparisons)]
-    if subject.untried_default is not None:
-        untried = subject.untried_default
-        parts.append(f"the default size, {untried}, was never measured: the nearest measured size replaces it")
-    return "\n\n".join(parts)
 
 
 def _recorded(options: argparse.Namespace) -> Subject:
@@ -205,10 +189,7 @@ def _share(text: str) -> float:
     return number
 
 
-def _beta(text: str) -> float | str | None:
-    # argparse also parses the default, because it is a string.
-    if text == "":
-        return text
+def _beta(text: str) -> float | None:
     if text == "none":
         return None
     number = float(text)
@@ -254,23 +235,17 @@ def savings_text(comparisons: Sequence[Comparison]) -> str:
         name, eta, default = each.workload.name, f"{each.eta:g}", each.conditions.landscape.default.batch_size
         always = _amounts(each.default_consumption)
         rows.append([name, f"always {default}", eta, str(each.recurrences), *always, *("" for _ in saved)])
-        rows += [[name, policy, eta, *_savings(each.savings(policy))] for policy in each.results]
+        for policy in each.results:
+            saves = each.savings(policy)
+            shares = map(_percent, (saves.energy_share_saved, saves.time_share_saved))
+            numbers = [*_amounts(saves.consumed), *_amounts(saves.saved), *shares]
+            rows.append([name, policy, eta, str(saves.recurrences), *numbers])
     unfinished = any(result.unfinished for each in comparisons for result in each.results.values())
     return (
         "what all recurrences took, mean over the seeds, and what they saved against always taking the default\n\n"
         + table(["WORKLOAD", "POLICY", "ETA", "RECURRENCES", *amounts, *saved], rows)
         + ("\n\nUNFINISHED recurrences include their trials and a run at the default, with which they end" * unfinished)
     )
-
-
-def _savings(savings: Savings) -> list[str]:
-    return [
-        str(savings.recurrences),
-        *_amounts(savings.consumed),
-        *_amounts(savings.saved),
-        _percent(savings.energy_share_saved),
-        _percent(savings.time_share_saved),
-    ]
 
 
 def _amounts(consumed: Consumption | None) -> list[str]:

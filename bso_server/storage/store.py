@@ -561,10 +561,7 @@ def _current_revision(transaction: Transaction) -> str | None:
 
 
 def _use_two_sessions(transaction: Transaction) -> None:
-    """Use a prepared statement again while another connection has its session, if sessions are pooled.
-
-    Raise `DatabaseNotReadyError` for a database of PostgreSQL that cannot store every text.
-    """
+    """Use a prepared statement while another connection has its session, if sessions are pooled; check the encoding."""
     engine = transaction.connection.engine
     if engine.dialect.name == "postgresql":
         encoding = transaction.connection.exec_driver_sql("SHOW server_encoding").scalar()
