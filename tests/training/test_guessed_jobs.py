@@ -84,7 +84,9 @@ def test_launch_uses_the_registration_despite_different_guesses(url: str, server
         port = Net(**told)
         run = launched(url, port, 0.95, job_id=JOB_ID)
         assert trial_of(run).batch_size in registered.batch_sizes
-        assert ("(the script has 100)" in port.said[0]) == ("step_size" in told)
+        assert ("(the script has 100: `bso-server jobs revise` takes --default 100)" in port.said[0]) == (
+            "step_size" in told
+        )
     view = server.show_job(JOB_ID)
     assert (view.job, view.trial_count) == (registered, 3)
 

@@ -110,7 +110,8 @@ def _nvidia_gpus() -> Iterator[Finding]:
     try:
         gpus = open_gpus()
     except EnergyUnavailableError as unavailable:
-        yield Finding("nvidia", Level.OK, unavailable.cause)
+        is_broken = "does not answer" in unavailable.cause and "Library Not Found" not in unavailable.cause
+        yield Finding("nvidia", Level.WARNING if is_broken else Level.OK, f"no GPU: {unavailable.cause}")
         return
     except ZeusBSOConfigError as error:
         yield Finding("nvidia", Level.PROBLEM, str(error))

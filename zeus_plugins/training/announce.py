@@ -147,7 +147,9 @@ class Announcer:
     def _against(self, size: int) -> str:
         """Return a phrase that compares a batch size with the job's default and with the script's own size."""
         default, own = self._plan.job.default_batch_size, self._plan.script_size
-        script = "" if own in (None, default) else f" (the script has {own})"
+        script = (
+            "" if own in (None, default) else f" (the script has {own}: `bso-server jobs revise` takes --default {own})"
+        )
         if own == default:
             return ", your own" if size == default else f" in place of your {default}"
         return (
