@@ -125,8 +125,7 @@ def _simulate(options: argparse.Namespace) -> None:
         options.json.write_text(text + "\n", "utf-8")
     print(f"{ratios_text(comparisons)}\n\n{savings_text(comparisons)}")
     if subject.untried_default is not None:
-        untried = subject.untried_default
-        print(f"\nthe default size, {untried}, was never measured: the nearest measured size replaces it")
+        print(f"\nthe default size, {subject.untried_default}, was never measured: the nearest measured size is used")
 
 
 def policy_name(name: str) -> str:

@@ -248,8 +248,7 @@ def _for_driver(url: URL) -> tuple[URL, dict[str, Any]]:
     limit_s = float(query.pop("timeout", query.pop("connect_timeout", _CONNECT_TIMEOUT_S)))
     needs_tls = (query.get("ssl") or query.get("ssl-mode", "")).lower() in ("true", "required")
     if needs_tls:
-        query.pop("ssl", None)
-        query.pop("ssl-mode", None)
+        query = {name: value for name, value in query.items() if name not in ("ssl", "ssl-mode")}
     if url.get_backend_name() != "postgresql":
         return url.set(query=query), {"connect_timeout": limit_s, **({"ssl": True} if needs_tls else {})}
     # As libpq does.
