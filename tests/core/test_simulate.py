@@ -376,4 +376,4 @@ async def test_default_out_of_memory_is_replaced_by_the_nearest_measured_size(
         assert await asyncio.to_thread(main, arguments) == 0
     text = capsys.readouterr().out
     assert "always 8" in text
-    assert "the default size, 16, was never measured: the nearest measured size replaces it" in text
+    assert "the default size, 16, was never measured: the nearest measured size is used" in text
