@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pickle
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -430,25 +429,6 @@ def test_ending_process_fails_the_unfinished_trial_without_noise(
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-BEAT_AND_DIE = """
-session = optimizer._session
-session._client.heartbeat(session.trial.trial_id)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_next_process_continues_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
-    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "0.5")
-    done = run(UNFINISHED + BEAT_AND_DIE, check=False)
-    assert done.returncode == -signal.SIGKILL
-    time.sleep(0.6)
-    with client_from_environment() as client:
-        assert trial_to_its_end(client) == 2
-        states = {trial.trial_number: trial.state for trial in client.show_job("digits-1").trials}
-    assert states == {1: TrialState.ABANDONED, 2: TrialState.COMPLETED}
-
-
 FORK = """
 child = os.fork()
 if child == 0:
@@ -512,28 +492,6 @@ def test_forked_child_never_holds_the_file_during_requests_of_parent_threads() -
     assert done.stderr == ""
 
 
-RANK_1 = """
-import pickle, sys
-from zeus_plugins.client import client_from_environment
-from zeus_plugins.training.outcomes import end_trial_from_another_rank
-
-with client_from_environment() as client:
-    end_trial_from_another_rank(client, pickle.loads(bytes.fromhex(sys.argv[1])), MemoryError("rank 1"))
-"""
-
-
-@pytest.mark.slow
-def test_second_rank_ends_the_trial_through_the_same_file() -> None:
-    with client_from_environment() as client:
-        session = session_of(client)
-        session.ask()
-        done = run(RANK_1, pickle.dumps(session.trial).hex())
-        assert done.stderr == ""
-        (trial,) = client.show_job("digits-1").trials
-        session.end()
-    assert trial.state is TrialState.INFEASIBLE
-
-
 def left_waiting(file: Path) -> str:
     """Run a training that cannot write to the file; return the URL of the file."""
     with client_from_environment() as client:
@@ -561,14 +519,3 @@ def test_results_waiting_for_the_file_are_delivered_by_sync(file: Path, tmp_path
     assert not (tmp_path / "other.sqlite3").exists()
     again = run(SYNC, **elsewhere)
     assert again.stdout == f"nothing waits in {state_directory / 'outbox'}\n"
-
-
-@pytest.mark.slow
-def test_results_for_a_file_from_a_newer_version_keep_waiting(file: Path, state_directory: Path) -> None:
-    left_waiting(file)
-    made_by_a_newer_version(file)
-    done = run(SYNC, check=False)
-    assert done.returncode == 1
-    assert "1 waiting (" in done.stdout
-    assert "made by a newer version" in done.stdout
-    assert [path.suffix for path in (state_directory / "outbox").iterdir()] == [".jsonl"]

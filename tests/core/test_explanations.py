@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 
-import httpx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,11 +18,8 @@ from bso_server.errors import UnknownTrialError
 from bso_server.service import reading
 from bso_server.service.reading import stop_in_words
 from bso_server.storage.rows import StoredDecision, decision_from, decision_row
-from tests.support import jobs
-from tests.support.exports import exported, pieces_of, renamed
 from tests.support.histories import Life, make_job
 from tests.support.properties import examples
-from tests.support.servers import ServerProcess
 from tests.support.service import job_service
 from zeus_plugins.protocol import (
     GP_VOI,
@@ -34,7 +28,6 @@ from zeus_plugins.protocol import (
     ArmView,
     CandidateWorth,
     Decision,
-    Explanation,
     Origin,
     SizeBelief,
     StopRule,
@@ -43,12 +36,6 @@ from zeus_plugins.protocol import (
 )
 
 SIZES = (8, 16, 32, 64)
-
-
-@pytest.fixture
-def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=any_server.url) as client:
-        yield client
 
 
 def test_longest_decision_takes_at_most_4_kb_and_reads_back_unchanged() -> None:
@@ -113,31 +100,6 @@ async def test_explained_next_choice_is_the_choice_made(database_url: str, polic
             kept = await server.store.read(reading.explain, server.job_id, trial.trial_number)
             assert kept.decision == told.decision
             await server.reach(trial, cost_j=500.0 + trial.batch_size)
-
-
-async def test_export_contains_the_decisions(database_url: str) -> None:
-    async with job_service(database_url, policy=GP_VOI) as server:
-        await server.reach(await server.suggest())
-        await server.offline(8, "key")
-        export = await exported(server.store, server.job_id)
-        assert export[1]["decision"] is not None
-        assert export[2]["decision"] is None
-        other = renamed(export, f"{server.job_id}-2")
-        await server.service.import_job(pieces_of(other))
-        assert (await exported(server.store, f"{server.job_id}-2"))[1]["decision"] == export[1]["decision"]
-
-
-def test_remote_server_explains_decisions(http: httpx.Client) -> None:
-    job_id = f"far-{uuid.uuid4().hex[:8]}"
-    job = jobs.job(**{**jobs.THREE_SIZES, "job_id_prefix": "far", "job_id": job_id})
-    http.post("/jobs", json=job).raise_for_status()
-    told = Explanation.model_validate(http.get(f"/api/jobs/{job_id}/explanation").raise_for_status().json())
-    assert told.trial_number is None
-    number = http.get("/jobs/batch_size", params={"job_id": job_id}).json()["trial_number"]
-    then = http.get(f"/api/jobs/{job_id}/explanation", params={"trial_number": number}).json()
-    assert then["decision"] == told.model_dump(mode="json")["decision"]
-    assert http.get(f"/api/jobs/{job_id}/explanation", params={"trial_number": 0}).status_code == 422
-    assert http.get("/api/jobs/none/explanation").status_code == 404
 
 
 def test_chances_match_the_normal_distribution() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import httpx
 import pytest
 
@@ -134,13 +132,3 @@ def test_command_has_no_mark_for_measured_energies(new_database: str, capsys: py
     assert "estimated" not in shown.lower()
     assert "TIME S ENERGY J COST J METRIC" in " ".join(shown.split())
     assert shown.endswith("energy by nvml\n")
-
-
-def test_command_marks_estimates_and_keeps_share(new_database: str, capsys: pytest.CaptureFixture[str]) -> None:
-    job_of(new_database, BY_CPU_TIME, 0.46)
-    assert main(["jobs", "show", "job-1", "--database-url", new_database]) == 0
-    shown = capsys.readouterr().out
-    assert "ENERGY J (ESTIMATED)" in shown
-    assert "energy estimated: 65 W stated × CPU time / 8 cores" in shown
-    assert main(["jobs", "show", "job-1", "--json", "--database-url", new_database]) == 0
-    assert json.loads(capsys.readouterr().out)["trials"][0]["waited_share"] == 0.46

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from tests.support.fake_zeus_monitor import ReplayedZeusMonitor
 from tests.support.frameworks import STEPS_OF_16, FrameworkBench, Powered
 from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.power_limit import PowerLimitProfile
 
 
 def train(bench: FrameworkBench, epochs: int = 2, work: Powered | None = None, **options: Any) -> tuple[Powered, Any]:
@@ -81,18 +79,6 @@ def test_exception_restores_limit(bench: FrameworkBench, error: BaseException) -
         train(bench, work=work)
     assert work.limits_of_steps[-1] == 200.0
     assert work.device.limit_w() == FOUND_W
-
-
-def test_measurements_are_kept_in_file_for_next_training(bench: FrameworkBench, tmp_path: Path) -> None:
-    path, of_16 = tmp_path / "profiles" / "{batch_size}.json", tmp_path / "profiles" / "16.json"
-    train(bench, profile_path=path)
-    assert is_as_the_table(PowerLimitProfile.load(of_16))
-    second, callback = train(bench, epochs=1, profile_path=path)
-    assert second.limits_of_steps == [BEST_W] * STEPS_OF_16
-    assert callback.profile == PowerLimitProfile.load(of_16)
-    other = Powered()
-    bench.training(bench.PowerLimit(**other.options(profile_path=of_16)), work=other, size=8).train()
-    assert set(other.limits_of_steps) == set(LIMITS_W)
 
 
 def test_training_continues_without_gpu(

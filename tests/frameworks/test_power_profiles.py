@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.frameworks import FrameworkBench, Powered
-from tests.support.job_bench import NEVER
 from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
-from zeus_plugins.power_limit import Energy
 
 STEPS = 4  # The steps of an epoch at a batch size of 48.
 # Each limit is measured for a step: an epoch is enough for all of them.
@@ -44,14 +42,6 @@ def test_second_recurrence_measures_nothing(bench: FrameworkBench, is_first: boo
     assert bench.power_limits() == [(BEST_W, 4)] * 2
 
 
-def test_each_training_chooses_by_own_selector(bench: FrameworkBench) -> None:
-    recur(bench)
-    work, power = recur(bench, selector=Energy())
-    assert work.limits_of_steps == [150.0] * STEPS
-    assert power.chosen_limit_w == 150.0
-    assert bench.power_limits() == [(BEST_W, 4), (150.0, 4)]
-
-
 def test_trainings_too_short_for_all_limits_share_work(bench: FrameworkBench) -> None:
     tried = []
     for _ in range(5):
@@ -70,20 +60,4 @@ def test_measurements_in_file_reach_server(bench: FrameworkBench, tmp_path: Path
     bench.training(bench.PowerLimit(**alone.options(profile_path=path, **AT_ONCE)), work=alone, size=48).train()
     first, _ = recur(bench, profile_path=path)
     assert first.limits_of_steps == [BEST_W] * STEPS
-    assert bench.power_profiles() == [(1, 4)]
-
-
-def test_resumed_training_measures_nothing(bench: FrameworkBench) -> None:
-    job = bench.job(NEVER, batch_sizes=(48,), max_epochs=2)
-
-    def train(work: Powered, checkpoint: Path | None = None) -> None:
-        zeus = bench.callback(job, energy_monitor=work.monitor, on_failure="stop")
-        power = bench.PowerLimit(**work.options(**AT_ONCE))
-        bench.training(zeus, power, work=work, epochs=2, save_every=0).train(checkpoint)
-
-    with pytest.raises(SystemExit):
-        train(Powered({STEPS + 2: SystemExit(143)}))
-    resumed = Powered()
-    train(resumed, bench.checkpoint(STEPS))
-    assert resumed.limits_of_steps == [BEST_W] * STEPS
     assert bench.power_profiles() == [(1, 4)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from tests.support.frameworks import Powered
-from tests.support.hf_bench import USERS_SIZE, Bench, Classifier, Watch, sizes_of, val_digits
+from tests.support.hf_bench import USERS_SIZE, Bench, Classifier, sizes_of, val_digits
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, seconds_and_joules
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.huggingface import ZeusEnergyTrainerCallback, ZeusPowerLimitTrainerCallback
@@ -97,25 +96,6 @@ def test_search_over_batch_size_is_refused(bench: Bench) -> None:
 
 
 # Several trainings
-
-
-def test_second_training_is_second_trial(bench: Bench) -> None:
-    callback = bench.callback(lr_scaling="linear")
-    watch = Watch()
-    trainer = bench.trainer(callback, watch, lr_scheduler_type="constant")
-    assert trainer.model is not None
-    first_weights = copy.deepcopy(trainer.model.state_dict())
-    trainer.train()
-    trainer.model.load_state_dict(first_weights)
-    trainer.train()
-    assert sizes_of(trainer) == EPOCH_OF_48 + EPOCH_OF_24
-    assert callback.trial.trial_number == 2
-    # The trainer keeps its optimizer, and the rate of the optimizer must not be scaled twice.
-    assert watch.rates == pytest.approx([0.1] * 4 + [0.05] * 7)
-    trainer.remove_callback(callback)
-    trainer.train()
-    assert set(sizes_of(trainer)[11:-1]) == {USERS_SIZE}
-    assert watch.rates[11:] == pytest.approx([0.1] * 11)
 
 
 class TrainsAnother(TrainerCallback):

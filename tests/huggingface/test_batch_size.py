@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -616,16 +614,3 @@ def test_out_of_memory_ends_training_and_excludes_size(bench: Bench, batch: int,
         trainer.train()
     assert raised.value is OUT_OF_MEMORY
     assert bench.only_trial().state is TrialState.INFEASIBLE
-
-
-def test_sigterm_suspends_trial(bench: Bench) -> None:
-    class Preempted(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer = bench.trainer(bench.callback(), Preempted())
-    with pytest.raises(SystemExit) as leaving:
-        trainer.train()
-    assert leaving.value.code == 128 + signal.SIGTERM
-    assert bench.only_trial().state is TrialState.SUSPENDED
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -273,29 +273,6 @@ def test_learning_rate_follows_batch_size(
     )
 
 
-@pytest.mark.parametrize(
-    ("size", "factor", "line"),
-    [
-        (96, 2.0, "× 2 (linear, for SGD)"),
-        (24, 1.0, "unchanged (lr_scaling='auto' raises it above your own size only: linear, for SGD)"),
-        (48, 1.0, None),
-    ],
-)
-def test_default_rule_raises_rate_above_own_size_only_and_says_so(
-    bench: Bench, size: int, factor: float, line: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    job = bench.job(batch_sizes=(48, size)[: 1 + (size != 48)])
-    if size != 48:
-        bench.complete_first_trial(job)
-    callback, module = bench.callback(job), Classifier()
-    quiet_trainer(callback).fit(module, train_loader())
-    assert callback.trial.batch_size == size
-    assert callback.lr_factor == factor
-    assert module.seen_rates[0] == pytest.approx(0.1 * factor)
-    said = [each for each in caplog.messages if "learning rate " in each]
-    assert said == ([] if line is None else [f"zeus: learning rate {line}"])
-
-
 def unscaled_rates(scheduler: Callable[..., Any] | None, steps: int) -> list[float]:
     """Return the rates of the module's optimizer and scheduler without the callback."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)

@@ -13,10 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
-from tests.support.power_limit_bench import FileDevice
 from tests.support.reporting import until
-from zeus_plugins.energy import EstimateMonitor
-from zeus_plugins.power_limit import Energy, PowerLimitProfiler
 from zeus_plugins.power_limit.guard import recall
 
 FOUND_W = 250.0
@@ -88,18 +85,6 @@ def test_ending_training_restores_the_limit_unless_killed(
     assert training.wait() == status
     assert is_killed or float(limit.read_text()) == FOUND_W
     assert_put_back(limit)
-
-
-def test_live_training_is_named_by_others_and_its_limit_left_alone(
-    begin: Begin, limit: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    training, device = begin("signal"), FileDevice(limit)
-    second = PowerLimitProfiler([device], Energy(), monitor=EstimateMonitor(100.0), limits_w=[100.0])
-    second.on_epoch_begin()
-    second.close()
-    assert f"process id {training.pid} sets its power limit, and restores 250 W" in caplog.text
-    assert "killed" not in caplog.text
-    assert float(limit.read_text()) == TRIED_W
 
 
 def test_cap_set_during_a_training_stays_when_the_training_is_killed(begin: Begin, limit: Path) -> None:

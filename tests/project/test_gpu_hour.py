@@ -291,13 +291,6 @@ time.sleep(60)
 # ---- Tables
 
 
-def test_page_says_which_calibration_is_launch_bound() -> None:
-    records = [calibration(64, rising(8.0, 0.2, 0.4, 0.5)), calibration(16, [(8.0, 2400.0, 0.2)])]
-    table = proof_tables(proof_results(records, {"GPU": "NVIDIA H100"}))["gpu-calibration"]
-    assert "| resnet50 | 64 | 0.2, 0.4, 0.5 | 24.0 | – | 500 | 690 | 12.0 |" in table
-    assert "| 8.0 | – | 300, launch-bound (below half of 700 W) | 690 | 12.0 |" in table
-
-
 @pytest.mark.parametrize(
     ("joules", "verdict"), [((50, 55), "saves"), ((150, 160), "loses"), ((90, 120), "not shown yet")]
 )
@@ -424,18 +417,6 @@ def test_call_installs_once_offline_and_resumes_from_the_packed_state(folder: Pa
     assert not (home / "work" / "state" / "bso.sqlite3-wal").exists()
 
 
-def test_call_prefers_the_state_in_its_own_folder_for_results(folder: Path, tmp_path: Path) -> None:
-    for key, file in (("old", tmp_path / "gpu-state.tgz"), ("new", tmp_path / "out" / "gpu-state.tgz")):
-        State(tmp_path / key).add({"key": key})
-        pack(tmp_path / key, file)
-    called(folder, "--out", str(tmp_path / "out"))
-    assert [each["key"] for each in State(tmp_path / "work" / "state").records] == ["new"]
-
-
-def test_targets_are_passed_on_with_their_whole_path(folder: Path, tmp_path: Path) -> None:
-    assert f" --targets {tmp_path}/targets.json" in called(folder, "--targets", str(tmp_path / "targets.json"))[1][-1]
-
-
 @pytest.mark.parametrize(("option", "pythons"), [([], bundle.PYTHONS), (["--python", "3.12"], ["3.12"])])
 def test_bundle_has_the_wheels_of_the_wanted_pythons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str], pythons: list[str]
@@ -445,9 +426,3 @@ def test_bundle_has_the_wheels_of_the_wanted_pythons(
     assert bundle.main([str(tmp_path / "made"), *option]) == 0
     downloads = [each for each in made if each[0] == "download"]
     assert [each[each.index("--python-version") + 1] for each in downloads] == list(pythons)
-
-
-def test_rehearsal_shrinks_the_models_and_passes_further_options_on(folder: Path) -> None:
-    run = called(folder, "--rehearse", "--tasks", "resnet18")[1][-1]
-    assert "--shrink 8" in run
-    assert run.endswith(" --tasks resnet18")

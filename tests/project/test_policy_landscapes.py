@@ -14,9 +14,9 @@ from benchmarks.policies import cases, landscapes
 from benchmarks.policies.__main__ import main
 from benchmarks.policies.calibration import CHANCES, total
 from benchmarks.policies.cases import ROWS, Case, case_of
-from benchmarks.policies.contest import Paid, paid
+from benchmarks.policies.contest import paid
 from benchmarks.policies.landscapes import FAMILIES, MadeJob, made_jobs
-from benchmarks.reports import entry, read_policy_results
+from benchmarks.reports import read_policy_results
 from benchmarks.tables import policy_tables
 from bso_server.core.model import EpochBound, Expectations, ExpectedCost, History, Suggestion
 from bso_server.core.policy import Policy, given
@@ -91,27 +91,6 @@ def made_cases(row: str) -> list[Case]:
     return ROWS[row].cases(Path("not needed"), 100)
 
 
-def test_rows_of_generated_landscapes_are_literal() -> None:
-    made = [name for name, row in ROWS.items() if row.is_made]
-    assert len(made) == 17
-    shares = {row: made_cases(row)[0].conditions.waited_shares for row in ("made-busy", "made-busy-half")}
-    assert shares == {"made-busy": (0.5,), "made-busy-half": (0.0, 0.6)}
-    loads = np.array([case.conditions.waited_shares for case in made_cases("made-busy-load")])
-    assert (loads.shape, loads.min(), loads.max()) == ((60, 100), 0.0, pytest.approx(0.9))
-    # Clipped at 0 from a normal process of standard deviation 1.2, with a correlation of 0.8 between recurrences.
-    assert (loads == 0).mean() == pytest.approx(0.5, abs=0.05)
-    for case in made_cases("default-best"):
-        at = case.conditions.landscape
-        assert at.default.batch_size == at.oracle.batch_size
-    assert [made_cases(f"made-in-flight-{count}")[0].setting.concurrency for count in (4, 8)] == [4, 8]
-    crashing, plain = (made_cases(row)[0].conditions for row in ("made-crashes", "landscapes"))
-    assert crashing.crash_chance == 0.05
-    # The oracle's runs crash, too: half a run is lost for each of 0.05/0.95 crashes.
-    assert crashing.landscape.oracle.expected_cost_j / plain.landscape.oracle.expected_cost_j == pytest.approx(
-        1 + 0.5 / 19
-    )
-
-
 def test_waiting_runs_take_longer_and_so_do_the_oracles() -> None:
     conditions = cases.VaryingConditions(sizes_of(JOB), waited_shares=(0.0, 0.75))
     case = replace(case_of(JOB.workload(), Setting(recurrences=4)), conditions=conditions)
@@ -163,17 +142,6 @@ def test_runs_crash_halfway_and_are_repeated() -> None:
     assert job.unfinished == 0
     # Rivals' runs crash by the same draws.
     assert paid(case, "default", 0).costs_j == job.costs_j
-
-
-def test_share_of_jobs_with_a_too_expensive_last_size_is_exact() -> None:
-    case = case_of(WORKLOAD, Setting(recurrences=2))
-    # The sizes cost 15,200, 7,600, 5,700 and infinitely many joules.
-    assert [case.is_too_expensive(size) for size in (16, 32, 64, None)] == [True, False, True, True]
-    jobs = [[Paid([5700.0] * 2, last_size=size) for size in (32, 16, 32, 32)]]
-    assert entry([case], jobs, with_curve=False)["last_too_expensive"] == 0.25
-    # The floor runs the default once, and then the best size.
-    assert [paid(case, name, 0).last_size for name in ("floor", "default")] == [32, 16]
-    assert paid(case_of(WORKLOAD, Setting(recurrences=1)), "gp_voi", 0).last_size == 16
 
 
 def test_calibration_of_a_made_up_history_is_exact() -> None:

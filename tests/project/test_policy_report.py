@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.policies.__main__ import main
-from benchmarks.policies.cases import ROWS, Case, case_of, mlperf_workloads
+from benchmarks.policies.cases import Case, case_of, mlperf_workloads
 from benchmarks.policies.contest import SAMPLERS, Paid, Task, paid, simulate
 from benchmarks.reports import entry, read_policy_results
 from benchmarks.tables import policy_tables
@@ -47,17 +46,6 @@ def test_file_without_mlperf_jobs_is_refused(wrong: object, tmp_path: Path) -> N
     file.write_text(json.dumps(wrong))
     with pytest.raises(ValueError, match="does not hold jobs"):
         mlperf_workloads(file)
-
-
-def test_rows_of_the_report_are_literal(tmp_path: Path) -> None:
-    folder = paper_traces(tmp_path)
-    rows = {name: row.cases(folder, 60) for name, row in ROWS.items() if not row.is_made}
-    assert {name: len(cases) for name, cases in rows.items()} == {"traces": 36, "mlperf": 6}
-    for cases in rows.values():
-        assert len({case.name for case in cases}) == len(cases)
-        assert {case.setting.recurrences for case in cases} == {60}
-    etas = sorted(case.setting.eta for case in rows["traces"])
-    assert etas == [0.0] * 12 + [0.5] * 12 + [1.0] * 12
 
 
 def test_job_without_a_successful_run_is_refused() -> None:
@@ -231,32 +219,3 @@ def test_report_draws_pictures(tmp_path: Path) -> None:
     for words in ("total cost / oracle's", "gp_voi", "successive halving", "floor: default once, then clairvoyant"):
         assert words in drawn
     assert drawn == (tmp_path / "two" / "policies-costs.svg").read_text()
-
-
-@pytest.mark.slow
-def test_optuna_has_a_separate_number_of_seeds(tmp_path: Path) -> None:
-    chosen = ["--traces", str(paper_traces(tmp_path)), "--only", "mlperf", "--policies", "default", "optuna-tpe"]
-    assert report(tmp_path, *chosen, "--seeds", "3", "--optuna-seeds", "2", "--workers", "1") == 0
-    found = read_policy_results(tmp_path / "results.json")["mlperf"]
-    assert {name: each["seeds"] for name, each in found.items()} == {"default": 3, "optuna-tpe": 2}
-
-
-def test_pictures_require_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    measure = ["--traces", str(paper_traces(tmp_path)), "--images", str(tmp_path)]
-    assert report(tmp_path, *measure) == 1
-    assert "pip install 'zeus-plugins[plot]'" in capsys.readouterr().err
-    # The error comes before any simulation.
-    assert not (tmp_path / "results.json").exists()
-
-
-def test_missing_optuna_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)  # as if it were not installed
-    chosen = ["--traces", str(paper_traces(tmp_path)), "--only", "mlperf", "--seeds", "1"]
-    assert report(tmp_path, *chosen, "--policies", "optuna-tpe") == 1
-    assert "pip install 'zeus-plugins[bench]'" in capsys.readouterr().err
-    assert report(tmp_path, *chosen, "--policies", "default", "--workers", "1") == 0

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import reports
@@ -29,7 +28,6 @@ from benchmarks.reports import (
     break_even,
     hindsight,
     proof_results,
-    regret,
     share_saved,
 )
 from benchmarks.tables import NOT_MEASURED, policy_tables, proof_tables, write_tables
@@ -235,41 +233,6 @@ def test_empty_measurement_is_an_error() -> None:
         proof_results([], {})
 
 
-def test_every_table_of_energies_is_labelled_as_an_estimate() -> None:
-    made = proof_tables(proof_results(RECORDS, {"cores": "2"}))
-    # Of 800 J at the default, `gp_voi` saved 200 J, and the unscaled rate lost 120 J.
-    assert "| digits | 32 | 25 % (" in made["proof-rules"]
-    assert "| −15 % (" in made["proof-rules"]
-    assert made["proof-rules"].splitlines()[-3].startswith("| **all** |  | 25 % (")
-    assert made["proof-rules"].endswith('; `gp_voi`, `lr_scaling="none"` `digits` −15 % (−45 % to 0 %).')
-    for name in ("proof", "proof-sizes", "proof-summary"):
-        assert "estimate: 65 W assumed × CPU time" in made[name]
-    assert "| digits | 1, 4 | `gp_voi` | 0.6 | 25 % (" in made["proof"]
-    assert "| digits | 1 | *100* | **50** |" in made["proof-sizes"]
-
-
-def test_tables_replace_the_marked_parts_of_a_document(tmp_path: Path) -> None:
-    file = tmp_path / "page.md"
-    file.write_text("a\n<!-- table: proof-summary -->\nold\n<!-- end of table -->\nb\n")
-    write_tables(proof_tables(proof_results(RECORDS, {"cores": "2"})), [file])
-    shown = file.read_text()
-    assert shown.startswith("a\n<!-- table: proof-summary -->\n| energy saved by `gp_voi` against always the default")
-    assert "| 1 task, 4 runs, 4 per job | `make proof`, 2026-01-02; 2 CPU cores; estimate: 65 W assumed" in shown
-    assert shown.endswith("<!-- end of table -->\nb\n")
-    assert "old" not in shown
-
-
-def test_summary_names_the_worst_task_beside_the_total() -> None:
-    others = [{**each, "task": "tabular", "key": f"tabular {each['key']}"} for each in RECORDS]
-    for each in others:
-        if each["who"] == "gp_voi":
-            each["energy_j"] *= 1.5
-    shown = proof_tables(proof_results([*RECORDS, *others], {"cores": "2"}))["proof-summary"]
-    assert "| 6 % (" in shown
-    assert " of 1.6 kJ; worst task `tabular` −12 % (" in shown
-    assert "), best 25 % | 2 tasks, 8 runs, 4 per job |" in shown
-
-
 def test_figures_of_a_simulated_gpu_are_labelled() -> None:
     told = {"task": "resnet18", "energy_source": "nvml"}
     simulated = [{**each, **told, "device": "simulated GPU, a CPU in its place"} for each in RECORDS]
@@ -316,10 +279,6 @@ def test_smallest_task_runs_from_trainings_to_a_page(tmp_path: Path) -> None:
 # --- Savings, break-even, regret and intervals ------------------------------------------------------------------------
 
 
-def test_share_saved_is_computed_from_sums() -> None:
-    assert share_saved(np.array([[1.0, 4.0], [8.0, 8.0]])) == pytest.approx(0.25)
-
-
 def test_interval_covers_the_resampled_values_reproducibly() -> None:
     samples = [(1.0, 2.0), (3.0, 2.0)]
     interval = bootstrap(samples, share_saved)
@@ -358,10 +317,6 @@ def test_size_missing_the_target_costs_the_repeated_runs() -> None:
     assert figures == [SizeFigure(8, 2, 1, 60.0), SizeFigure(64, 2, 2, 40.0), SizeFigure(512, 1, 0, None)]
     assert best_size(figures) == SizeFigure(64, 2, 2, 40.0)
     assert best_size(figures[2:]) is None
-
-
-def test_regret_is_a_share_of_the_best_cost() -> None:
-    assert regret([60.0, 40.0], [40.0, 40.0]) == pytest.approx(0.25)
 
 
 # --- Tables in documents ----------------------------------------------------------------------------------------------

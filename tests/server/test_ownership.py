@@ -186,20 +186,6 @@ class TestRotation:
         site.finish(new, state)
         assert [facts(trial) for trial in site.trials(new)] == [(TrialState.COMPLETED, 3, id_of(old))]
 
-    def test_results_refused_for_the_old_secret_are_delivered_with_the_new_secret(
-        self, site: Site, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        old = site.token("nightly")
-        session = site.begun(old)
-        new = site.rotate(old, "--grace", "0")
-        site.forget()
-        assert session.report_evaluation(0.95).converged
-        session.end()
-        assert len(default_outbox().waiting()) == 1
-        assert site.sync(old, monkeypatch) == 1
-        assert site.sync(new, monkeypatch) == 0
-        assert [facts(trial) for trial in site.trials(new)] == [(TrialState.COMPLETED, 1, id_of(old))]
-
 
 async def test_trial_without_an_owner_belongs_to_the_owner_of_the_job(bso: JobService) -> None:
     """Imports create such trials."""

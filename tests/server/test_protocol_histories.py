@@ -15,7 +15,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from bso_server.core.access import UNRESTRICTED, Caller
-from bso_server.core.job import LeasePolicy, Moment
 from bso_server.core.model import TrialRecord
 from bso_server.service.commands import Commands
 from bso_server.service.reports import Outcome, ReportBatch
@@ -36,8 +34,8 @@ from tests.support.databases import DATABASES, empty_database
 from tests.support.properties import THOROUGH
 from tests.support.protocol_machine import IN_VAIN, IS_LOST, Histories
 from tests.support.service import BlockingStore
-from tests.support.trial_model import FAILED, RUNNING
-from zeus_plugins.protocol import Heartbeat, HeartbeatResponse, TrialDispatch, TrialEnd
+from tests.support.trial_model import RUNNING
+from zeus_plugins.protocol import TrialDispatch, TrialEnd
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is created there
 
@@ -122,28 +120,11 @@ def test_known_history_keeps_the_promises_of_the_server(history: Callable[[Histo
 # --- Servers with a defect --------------------------------------------------------------------------------------------
 
 
-class HearsTheDead(Commands):
-    """Accept heartbeats of any run."""
-
-    def heartbeat(self, transaction: Transaction, heartbeat: Heartbeat, *rest: Any, **named: Any) -> HeartbeatResponse:
-        return super().heartbeat(transaction, heartbeat.model_copy(update={"lease_epoch": None}), *rest, **named)
-
-
 class EndsForTheDead(Commands):
     """Let any run end the trial."""
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
         super().end_trial(transaction, end.model_copy(update={"lease_epoch": None}), caller)
-
-
-class ForgetsKeys(Commands):
-    """Start a new trial for each request."""
-
-    def begin_trial(
-        self, transaction: Transaction, job_id: str, idempotency_key: str | None = None, *rest: Any, **named: Any
-    ) -> TrialDispatch:
-        key = idempotency_key and f"{idempotency_key}-{self._clock()}"
-        return super().begin_trial(transaction, job_id, key, *rest, **named)
 
 
 class ForgetsArms(Commands):
@@ -154,29 +135,6 @@ class ForgetsArms(Commands):
         dispatch = super().begin_trial(transaction, job_id, *rest, **named)
         transaction.update_arms(job_id, arms.values())
         return dispatch
-
-
-class Endless(Moment):
-    """Accept leases of any length."""
-
-    @property
-    def longest_lease_end(self) -> datetime:
-        return self.now + timedelta(days=10_000)
-
-
-class TrustsClocks(Commands):
-    """End a lease at its recorded time, even if the clock was ahead when the lease was granted."""
-
-    def moment(self) -> Moment:
-        return Endless(self._clock(), LeasePolicy())
-
-
-class CountsRetries(Commands):
-    """Exclude a size one crash too early."""
-
-    def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
-        self._crash_retries = 1 if end.outcome is FAILED else 3
-        super().end_trial(transaction, end, caller)
 
 
 class LosesReports(ReportBatch):
@@ -200,13 +158,10 @@ def _with_another(trial: TrialRecord) -> TrialRecord:
     return replace(trial, report_count=trial.report_count + 1) if trial.report_count > 1 else trial
 
 
-IN_COMMANDS = [HearsTheDead, EndsForTheDead, ForgetsKeys, ForgetsArms, TrustsClocks, CountsRetries]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("database")
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("broken", [*IN_COMMANDS, LosesReports, SavesTwice])
+@pytest.mark.parametrize("broken", [EndsForTheDead, ForgetsArms, LosesReports, SavesTwice])
 def test_random_histories_find_each_defective_server(broken: type[Commands] | type[ReportBatch]) -> None:
     class Broken(Histories):
         commands_of = broken if issubclass(broken, Commands) else Commands

@@ -148,23 +148,6 @@ def test_late_results_never_revise_the_job(url: str, server: ServerPort, monkeyp
     assert [trial.origin for trial in view.trials][1] is Origin.OFFLINE
 
 
-def test_late_results_from_former_gpus_do_not_revise_the_job(
-    url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched(url, Net(), 0.95, job_id="mine")
-    with monkeypatch.context() as away:
-        away.setattr(LocalServer, "register", failing(ZeusBSOServerUnreachableError("away")))
-        away.setattr(LocalServer, "record_offline", failing(ZeusBSOServerUnreachableError("away")))
-        launched(url, Net(), 0.95, job_id="mine")
-    other = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="H100")
-    server.register(server.show_job("mine").job.model_copy(update={**dict(other), "revise": True}))
-    monkeypatch.setattr(f"{__name__}.GPUS", other)
-    launched(url, Net(), 0.95, job_id="mine")
-    view = server.show_job("mine")
-    assert [revision.in_words for revision in view.revisions] == ["max_power 100 -> 300, gpu_model A40 -> H100"]
-    assert view.trial_count == 2
-
-
 def test_offline_training_takes_the_registered_default_size(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(url, Net(), 0.95)
     monkeypatch.setattr(LocalServer, "request_trial", failing(ZeusBSOServerUnreachableError("away")))
@@ -209,14 +192,6 @@ def test_registration_unfit_for_this_training_is_refused_before_a_trial(
     with pytest.raises(ZeusBSOConfigError, match=problem):
         launched(url, port, job_id=JOB_ID)
     assert server.show_job(JOB_ID).trial_count == 1
-
-
-def test_environment_names_the_job(url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEUS_JOB_ID", "nightly")
-    launched(url, Net(), 0.95)
-    assert server.show_job("nightly").trial_count == 1
-    launched(url, Net(), 0.95, job_id="mine")
-    assert server.show_job("mine").trial_count == 1
 
 
 def test_checkpoint_keeps_the_guesses(url: str, server: ServerPort) -> None:
