@@ -1,4 +1,4 @@
-"""All pictures: of policies and their rivals, and of real trainings.
+"""Pictures of real trainings.
 
 matplotlib, which takes a second to load and is an extra of its own, is imported where it is used.
 """
@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.policies.cases import ROWS
-from benchmarks.policies.contest import CONTENDERS, FLOOR
 from benchmarks.recurrences.tasks import DEFAULT
-from benchmarks.reports import MAIN_ROWS, Entry, PolicyResults, ProofResults
-from benchmarks.tables import energy_of, label
+from benchmarks.reports import ProofResults
+from benchmarks.tables import energy_of
 from bso_server.cli.common import CommandError
 
 if TYPE_CHECKING:
@@ -43,45 +41,6 @@ def _written(file: Path, width: float, height: float) -> Iterator[Figure]:
     # Text as text instead of paths makes the file a third as large.
     with mpl.rc_context({"svg.hashsalt": "zeus-plugins", "svg.fonttype": "none"}):
         figure.savefig(file, metadata={"Date": None})
-
-
-# Policies and their rivals
-
-# Larger ratios are drawn at the edge, because a grid search may cost a thousand times as much as the oracle.
-_HIGHEST = 2.5
-_TICKS = [1, 2, 5, 10, 20, 50, 100]
-
-
-def plot_policies(results: PolicyResults, folder: Path) -> None:
-    """Draw ``policies-costs.svg``, if the results contain a main row.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    if main := [row for row in MAIN_ROWS if row in results]:
-        with _written(folder / "policies-costs.svg", 5.6 * len(main), 4.8) as figure:
-            panels = figure.subplots(1, len(main), squeeze=False).flat
-            for panel, row in zip(panels, main, strict=True):
-                _draw_curves(panel, row, results[row])
-            figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-
-
-def _draw_curves(panel: Axes, row: str, entries: Mapping[str, Entry]) -> None:
-    """Draw the geometric mean of the ratio of total cost to the oracle's, after each recurrence."""
-    for name, colour in _colours(entries).items():
-        curve = [math.nan if ratio is None else ratio for ratio in entries[name]["curve"]]
-        style = ":" if name == FLOOR else "-"
-        panel.plot(range(1, len(curve) + 1), curve, style, color=colour, label=label(name).strip("`"))
-    panel.set(title=ROWS[row].title, xlabel="recurrences", ylabel="total cost / oracle's", xscale="log")
-    panel.set_xticks(_TICKS, labels=map(str, _TICKS))
-    panel.set_xticks([], minor=True)
-    panel.set_ylim(1.0, _HIGHEST)
-
-
-def _colours(names: Mapping[str, Entry]) -> dict[str, str]:
-    """Return a colour for each contender, in the order of the report; it is the same in every picture."""
-    known = [*CONTENDERS, *sorted(names.keys() - set(CONTENDERS))]
-    return {name: f"C{known.index(name) % 10}" for name in known if name in names}
 
 
 # Real trainings

@@ -54,21 +54,20 @@ PolicyResults: TypeAlias = dict[str, dict[str, Entry]]
 """Entries by row and contender."""
 
 
-def entry(cases: Sequence[Case], jobs: Sequence[Sequence[Paid]], *, with_curve: bool) -> Entry:
+def entry(cases: Sequence[Case], jobs: Sequence[Sequence[Paid]]) -> Entry:
     """Summarise the costs of a contender in the cases of a row.
 
     Args:
         cases: The cases.
         jobs: Costs of the job of each seed in each case; shape (cases, seeds).
-        with_curve: Whether to include the curve.
 
     Returns:
         ``{seeds, cases, geometric_mean: {N: …}, worst: {N: …}, worst_case, given_up, last_too_expensive, calibration:
-        {KIND: [true, claims]}, curve: […]}``. The ratio of total cost to the oracle's after N recurrences is averaged
-        over the seeds of each case; `geometric_mean` and `worst` are its geometric mean and maximum over the cases.
+        {KIND: [true, claims]}}``. The ratio of total cost to the oracle's after N recurrences is averaged over the
+        seeds of each case; `geometric_mean` and `worst` are its geometric mean and maximum over the cases.
         `worst_case` is the worst case after all recurrences, `given_up` the number of abandoned recurrences in all
-        jobs, `last_too_expensive` the share of jobs with a last size that is more than 5 % too expensive, `calibration`
-        the sums over all jobs, and `curve` the geometric mean after each recurrence. An infinite ratio is None.
+        jobs, `last_too_expensive` the share of jobs with a last size that is more than 5 % too expensive, and
+        `calibration` the sums over all jobs. An infinite ratio is None.
     """
     curves = [
         mean_curve([case.ratios(job.costs_j) for job in of_case]) for case, of_case in zip(cases, jobs, strict=True)
@@ -90,7 +89,6 @@ def entry(cases: Sequence[Case], jobs: Sequence[Sequence[Paid]], *, with_curve: 
         "given_up": sum(job.given_up for of_case in jobs for job in of_case),
         "last_too_expensive": round(sum(too_expensive) / len(too_expensive), 4),
         **({"calibration": tallies} if tallies else {}),
-        **({"curve": [_rounded(mean) for mean in means]} if with_curve else {}),
     }
 
 

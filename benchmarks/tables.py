@@ -117,10 +117,7 @@ def _or_dash(value: float | None, digits: int) -> str:
 _LABELS = {
     "default": "the default for ever, full power",
     "grid": "each size once, then the best",
-    "halving": "successive halving",
-    "thompson": "Thompson sampling, nothing stopped",
     "optuna-tpe": "Optuna, TPE",
-    "optuna-gp": "Optuna, GP",
     FLOOR: "floor: default once, then clairvoyant",
     WARM: "`gp_voi`, with the epochs of another GPU",
 }

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 
-from benchmarks.plots import plot_policies, require_matplotlib
 from benchmarks.policies.cases import ROWS
-from benchmarks.policies.contest import CONTENDERS, SAMPLERS, Task, check_requirements, simulate
+from benchmarks.policies.contest import CONTENDERS, OPTUNA, Task, check_requirements, simulate
 from benchmarks.reports import (
     MAIN_ROWS,
     MARKS,
@@ -83,7 +82,7 @@ def _add_report(commands: Commands) -> None:
         type=at_least_1,
         default=4,
         metavar="N",
-        help="of Optuna's samplers, which are slow, at most (default 4)",
+        help="of Optuna, which is slow, at most (default 4)",
     )
     parser.add_argument(
         "--workers", type=at_least_1, default=os.cpu_count(), metavar="N", help="processes (default: one a core)"
@@ -96,13 +95,10 @@ def _add_report(commands: Commands) -> None:
         help="JSON in which what is measured replaces what was there before (default: the source tree's)",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="Markdown file in which to replace the tables")
-    parser.add_argument("--images", type=Path, metavar="DIR", help="folder in which to write the pictures, as SVG")
     parser.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> None:
-    if options.images is not None:
-        require_matplotlib("--images")
     results = read_policy_results(options.results)
     if names := _rows(options):
         check_requirements(options.policies)
@@ -111,8 +107,6 @@ def _report(options: argparse.Namespace) -> None:
     tables = policy_tables(results)
     if options.write is not None:
         write_tables(tables, [options.write])
-    if options.images is not None:
-        plot_policies(results, options.images)
     print("\n\n".join(tables.values()))
 
 
@@ -141,7 +135,7 @@ def _measure(names: Sequence[str], options: argparse.Namespace, results: PolicyR
     for row, name in pairs:
         blocks = len(_seeds(name, options))
         jobs = [list(chain.from_iterable(islice(played, blocks))) for _ in rows[row]]
-        results.setdefault(row, {})[name] = entry(rows[row], jobs, with_curve=row in MAIN_ROWS)
+        results.setdefault(row, {})[name] = entry(rows[row], jobs)
 
 
 def _contender(name: str) -> str:
@@ -149,7 +143,7 @@ def _contender(name: str) -> str:
 
 
 def _seeds(name: str, options: argparse.Namespace) -> list[range]:
-    count = min(options.seeds, options.optuna_seeds) if name in SAMPLERS else options.seeds
+    count = min(options.seeds, options.optuna_seeds) if name == OPTUNA else options.seeds
     return [range(first, min(first + _SEEDS_EACH, count)) for first in range(0, count, _SEEDS_EACH)]
 
 

@@ -7,7 +7,6 @@ server's policies use, and tries them out in the same way.
 from __future__ import annotations
 
 import heapq
-import importlib
 import math
 import os
 from abc import ABC, abstractmethod
@@ -24,7 +23,6 @@ import numpy as np
 from benchmarks.policies.calibration import Calibration, Tallies
 from benchmarks.policies.cases import Case
 from bso_server.cli.common import CommandError
-from bso_server.core.model import Statistics
 from bso_server.simulate.play import half_way
 from bso_server.simulate.workload import Epoch
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, TrialState, cost
@@ -79,92 +77,43 @@ class Clairvoyant(Rival):
         return self._case.conditions.landscape_at(recurrence).oracle.batch_size
 
 
-class Rounds(Rival):
-    """A grid search, or with `halving` successive halving; afterwards, the cheapest size in every run.
+class Grid(Rival):
+    """A grid search: each size once, the default first; afterwards, the cheapest size in every run."""
 
-    The first round runs each size once, the default first. A grid search ends there. With `halving`, each round keeps
-    the half of the sizes with the lower mean costs, and the next round runs each of them twice as often, until one size
-    remains (successive halving for the best arm: Karnin, Koren and Somekh, 2013; the budget is counted in runs).
-    """
-
-    def __init__(self, sizes: Sequence[int], default: int, *, halving: bool = False) -> None:
-        self._field = sorted(sizes, key=lambda size: (size != default, size))
-        self._halving, self._runs_each, self._runs_needed = halving, 1, 1
-        self._costs_j = dict.fromkeys(self._field, Statistics())
-        self._queue = list(self._field)
+    def __init__(self, sizes: Sequence[int], default: int) -> None:
+        self._sizes = sorted(sizes, key=lambda size: (size != default, size))
+        self._queue = list(self._sizes)
+        # Cost (J) of the first finished run of each size.
+        self._costs_j: dict[int, float] = {}
 
     def next_size(self) -> int:
-        """Return the round's next size; after all rounds, or while a round's last runs are under way, the best size."""
-        measured = all(self._costs_j[size].count >= self._runs_needed for size in self._field)
-        if measured and len(self._field) > 1:
-            self._close_round()
-        return self._queue.pop(0) if self._queue else min(self._field, key=self._mean_j)
-
-    def learn(self, batch_size: int, cost_j: float) -> None:
-        """Take note of a finished recurrence."""
-        self._costs_j[batch_size] = self._costs_j[batch_size].including(cost_j)
-
-    def _close_round(self) -> None:
-        left = math.ceil(len(self._field) / 2) if self._halving else 1
-        self._field = sorted(self._field, key=self._mean_j)[:left]
-        self._runs_each *= 2
-        self._runs_needed += self._runs_each
-        if left > 1:
-            self._queue = self._field * self._runs_each
-
-    def _mean_j(self, size: int) -> float:
-        # Sizes without a finished run sort last.
-        return self._costs_j[size].mean if self._costs_j[size].count else math.inf
-
-
-class Thompson(Rival):
-    """Gaussian Thompson sampling over all sizes, after two runs of each size in turn, the default first.
-
-    The draw of a size comes from ``N(mean, variance / n)`` with the population variance of its n costs, as in policy
-    `zeus`. Unlike `zeus`, it prunes no sizes and stops no runs.
-    """
-
-    def __init__(self, sizes: Sequence[int], default: int, seed: int) -> None:
-        order = sorted(sizes, key=lambda size: (size != default, size))
-        self._queue = order * 2
-        self._costs_j = dict.fromkeys(order, Statistics())
-        self._rng = np.random.default_rng(seed)
-
-    def next_size(self) -> int:
-        """Return the next size that needs a first or second run; after these, the size with the lowest draw."""
+        """Return the next size of the search; afterwards, the cheapest of the sizes whose runs have ended."""
         if self._queue:
             return self._queue.pop(0)
-        return min(self._costs_j, key=lambda size: self._draw_j(self._costs_j[size]))
+        return min(self._sizes, key=lambda size: self._costs_j.get(size, math.inf))
 
     def learn(self, batch_size: int, cost_j: float) -> None:
         """Take note of a finished recurrence."""
-        self._costs_j[batch_size] = self._costs_j[batch_size].including(cost_j)
-
-    def _draw_j(self, costs_j: Statistics) -> float:
-        # Sizes without a finished run, or with a run that can never finish, sort last.
-        if not costs_j.count or not math.isfinite(costs_j.mean):
-            return math.inf
-        return float(self._rng.normal(costs_j.mean, math.sqrt(costs_j.variance / costs_j.count)))
+        self._costs_j.setdefault(batch_size, cost_j)
 
 
-SAMPLERS = {"optuna-tpe": "TPESampler", "optuna-gp": "GPSampler"}
-"""Optuna's samplers by the names of the rivals; both have Optuna's default arguments."""
+OPTUNA = "optuna-tpe"
 
 TRIALS = 20
 """Number of trials of a study; afterwards the rival always chooses the size that cost least in them."""
 
 
 class OptunaStudy(Rival):
-    """A study of `TRIALS` recurrences, which begins with the default; then the best trial's size in every run.
+    """A study of `TRIALS` recurrences by Optuna's TPE, first at the default; then the best trial's size in every run.
 
     The study's parameter is the size's index among the sorted sizes, so that samplers know which sizes are neighbours.
     """
 
-    def __init__(self, sizes: Sequence[int], default: int, sampler: str, seed: int) -> None:
+    def __init__(self, sizes: Sequence[int], default: int, seed: int) -> None:
         optuna = load_optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._sizes = list(sizes)
-        self._study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[sampler])(seed=seed))
+        self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
         self._study.enqueue_trial({"place": self._sizes.index(default)})
         self._asked = 0
         # Cost (J) and size of the best trial, kept here because Optuna's `best_trial` would copy all trials.
@@ -189,20 +138,11 @@ class OptunaStudy(Rival):
 
 
 def load_optuna() -> Any:
-    """Import Optuna and return the module.
-
-    Raises:
-        CommandError: Optuna, or a package that its Gaussian process needs, is not installed.
-    """
+    """Import Optuna and return the module; raise `CommandError` if it is not installed."""
     try:
         import optuna
-
-        importlib.import_module("scipy")
-        importlib.import_module("torch")
     except ImportError as error:
-        raise CommandError(
-            f"Optuna's samplers need another package ({error}): pip install 'zeus-plugins[bench]'"
-        ) from error
+        raise CommandError(f"Optuna is missing ({error}): pip install 'zeus-plugins[bench]'") from error
     return optuna
 
 
@@ -213,11 +153,8 @@ FLOOR = "floor"
 
 RIVALS: dict[str, Callable[[Case, int], Rival]] = {
     "default": lambda case, _: Default(case.workload.default_batch_size),
-    "grid": lambda case, _: Rounds(*_sizes(case)),
-    "halving": lambda case, _: Rounds(*_sizes(case), halving=True),
-    "thompson": lambda case, seed: Thompson(*_sizes(case), seed),
-    "optuna-tpe": lambda case, seed: OptunaStudy(*_sizes(case), "optuna-tpe", seed),
-    "optuna-gp": lambda case, seed: OptunaStudy(*_sizes(case), "optuna-gp", seed),
+    "grid": lambda case, _: Grid(*_sizes(case)),
+    OPTUNA: lambda case, seed: OptunaStudy(*_sizes(case), seed),
     FLOOR: lambda case, _: Clairvoyant(case),
 }
 """Functions that return a rival for a case and a seed, by the rival's name."""
@@ -231,7 +168,7 @@ CONTENDERS = [*OWN_POLICIES, *RIVALS, WARM]
 
 def check_requirements(names: list[str]) -> None:
     """Raise `CommandError` if one of these contenders needs a package that is not installed."""
-    if SAMPLERS.keys() & set(names):
+    if OPTUNA in names:
         load_optuna()
 
 
