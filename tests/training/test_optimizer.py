@@ -6,9 +6,11 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
@@ -34,6 +36,7 @@ from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOConfigError,
     ZeusBSOOperationOrderError,
+    ZeusBSORuntimeError,
     ZeusBSOTrainFailError,
 )
 from zeus_plugins.protocol import ZEUS, GpuConfig, TrialState
@@ -284,6 +287,31 @@ def test_caught_sigterm_does_not_end_the_next_training() -> None:
     assert [ending["outcome"] for ending in first.sent("PATCH", "/trials")] == ["suspended"]
     training_with(second).close()
     assert second.sent("PATCH", "/trials") == [FAILED]
+
+
+def test_closing_the_optimizer_closes_the_connection() -> None:
+    closed = threading.Event()
+
+    def refuse_and_wait_for_the_end() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(60)
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 400 No\r\nContent-Length: 0\r\n\r\n")
+            while connection.recv(65536):  # the rest of the request, and then the end of the connection
+                pass
+            closed.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=refuse_and_wait_for_the_end)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        optimizer = BatchSizeOptimizer(monitor_of(), url, JOB)
+        with pytest.raises(ZeusBSORuntimeError):
+            optimizer.get_batch_size()
+        optimizer.close()
+        thread.join()
+    assert closed.is_set()
 
 
 @pytest.fixture
