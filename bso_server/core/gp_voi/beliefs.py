@@ -187,6 +187,8 @@ class Belief:
         )
 
 
+_UNSEEN = Belief()
+
 Beliefs: TypeAlias = tuple[Belief, ...]
 """Beliefs about a job's batch sizes, in the order of the sizes."""
 
@@ -353,7 +355,7 @@ def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: fl
     observed, exact = belief.observed.including(log_epochs), belief.exact.including(log_epochs)
     beliefs = _changed(beliefs, index, observed=observed, exact=exact, converged=True, streak=Streak())
     faded = [each.forgetting(CONSTANTS.forgetting) for each in beliefs]
-    rested = (each if each == Belief() else replace(each, missed=0, idle=each.idle + 1) for each in faded)
+    rested = (each if each == _UNSEEN else replace(each, missed=0, idle=each.idle + 1) for each in faded)
     return _changed(tuple(rested), index, idle=0)
 
 

@@ -158,32 +158,47 @@ def epochs_posterior(
 
     Residuals that no hypothesis expected widen the covariance of a family, as in a Student-t process (Shah, Wilson,
     Ghahramani, AISTATS 2014, equation 6), by the factor ``q = (ν + E[rᵀA⁻¹r]) / (ν + |O| − 1)``, limited to
-    [1, largest_scale]. Notation as in `_given`.
+    [1, largest_scale]. Notation as in `_given`. With the weights w of the observed sizes, ``A = K_OO + v·diag(1/w)``.
+    So the eigenvectors U and eigenvalues Λ of ``√w·K_OO·√w`` serve all variances v: ``A⁻¹ = √w·U (Λ + v)⁻¹ Uᵀ·√w``.
     """
     known = [index for index, size in enumerate(observed) if size.weight > _LEAST_WEIGHT]
     values = np.array([observed[index].mean for index in known])
-    weights = np.array([observed[index].weight for index in known])
+    roots = np.sqrt(np.array([observed[index].weight for index in known]))
     level = float(values.mean())
     nu = CONSTANTS.scale_dof
     step = (epoch_step * bounded_exp(-level)) ** 2 / 12
-    found, chances, variances = [], [], []
-    for sd in CONSTANTS.run_sds:
-        variance = max(sd * sd, step)
-        log_chance = _log_chance(sd, variance, exact)
-        for family in laws(sizes).epochs:
-            given = _given(family, known, values - level, np.diag(variance / weights))
-            # Relative weights stay finite even if the whole family's weights underflow.
-            posterior = given.family
-            relative = np.exp(posterior.log_weights - posterior.log_weights.max())
-            misfit = float(relative @ given.misfits / relative.sum())
-            scale = min(max((nu + misfit) / (nu + len(known) - 1), 1.0), CONSTANTS.largest_scale)
-            log_weights = posterior.log_weights + log_chance
-            found.append(Family(posterior.means + level, log_weights, posterior.kernel * scale))
-            chances.append(_log_sum(log_weights))
-            variances.append(variance)
-    shares = np.exp(np.array(chances) - max(chances))
-    run_variance = float(shares @ np.array(variances) / shares.sum())
-    return Posterior(_mixed(found), run_variance, _log_sum(np.array(chances)) - _LOG_PRIORS)
+    variances = np.maximum(np.square(CONSTANTS.run_sds), step)
+    log_chances = _log_chances(variances, exact) + np.log(roots).sum()
+    given, chances = [], []
+    for family in laws(sizes).epochs:
+        across = family.kernel[known]
+        eigenvalues, vectors = np.linalg.eigh(across[:, known] * roots * roots[:, None])
+        turned = vectors * roots[:, None]
+        inverses = 1 / (np.maximum(eigenvalues, 0.0) + variances[:, None])
+        residuals = (values - level - family.means[:, known]) @ turned
+        misfits = inverses @ (residuals * residuals).T
+        log_factors = log_chances + 0.5 * np.log(inverses).sum(axis=1)
+        log_weights = family.log_weights - 0.5 * misfits + log_factors[:, None]
+        # Relative weights stay finite even if the whole family's weights underflow.
+        tops = log_weights.max(axis=1)
+        relative = np.exp(log_weights - tops[:, None])
+        totals = relative.sum(axis=1)
+        scales = (nu + (relative * misfits).sum(axis=1) / totals) / (nu + len(known) - 1)
+        given.append((family, inverses, residuals, turned.T @ across, log_weights, scales))
+        chances.append(tops + np.log(totals))
+    log_sums = np.array(chances).T
+    top = log_sums.max()
+    shares = np.exp(log_sums - top)
+    run_variance = float((variances @ shares).sum() / shares.sum())
+    kept = shares >= _LEAST_CHANCE * shares.sum()
+    total, components = shares[kept].sum(), []
+    for place, each in np.argwhere(kept):
+        family, inverses, residuals, across, log_weights, scales = given[each]
+        reaches = inverses[place][:, None] * across
+        scale = min(max(float(scales[place]), 1.0), CONSTANTS.largest_scale)
+        means, covariance = family.means + level + residuals @ reaches, (family.kernel - across.T @ reaches) * scale
+        components.append(Component(means, np.exp(log_weights[place] - top) / total, covariance))
+    return Posterior(tuple(components), run_variance, _log_sum(log_sums) - _LOG_PRIORS)
 
 
 def mixed(shares: Mapping[Posterior, float]) -> Posterior:
@@ -196,23 +211,19 @@ def mixed(shares: Mapping[Posterior, float]) -> Posterior:
     return Posterior(components, sum(posterior.run_variance * share for posterior, share in shares.items()))
 
 
-def _log_prior(sd: float) -> float:
-    """Return the log of the prior probability that runs vary by the σ `sd`, up to a constant."""
-    return -0.5 * (math.log(sd / CONSTANTS.run_sd) / CONSTANTS.run_sd_spread) ** 2
+# Log of the prior probability of each σ of `run_sds`, up to a constant, and the log of their sum.
+_LOG_PRIOR = -0.5 * (np.log(np.array(CONSTANTS.run_sds) / CONSTANTS.run_sd) / CONSTANTS.run_sd_spread) ** 2
+_LOG_PRIORS = math.log(np.exp(_LOG_PRIOR).sum())
 
 
-_LOG_PRIORS = math.log(sum(math.exp(_log_prior(sd)) for sd in CONSTANTS.run_sds))
-
-
-def _log_chance(sd: float, variance: float, exact: Sequence[WeightedStatistics]) -> float:
-    """Return the log probability, up to a constant, that runs vary by the σ `sd`, given the runs of each size.
+def _log_chances(variances: Array, exact: Sequence[WeightedStatistics]) -> Array:
+    """Return the log probability, up to a constant, of each σ of `run_sds`, given the runs of each size.
 
     σ has a log-normal prior around `run_sd`. The likelihood is that of the squared deviations from each size's own
-    mean, with f degrees of freedom (`freedom_of`): ``v^(−f/2) · exp(−Σ squared deviations / 2v)`` for the variance v.
+    mean, with f degrees of freedom (`freedom_of`): ``v^(−f/2) · exp(−Σ squared deviations / 2v)`` for the variances v.
     """
     deviations = max(sum(size.squared_deviations for size in exact), 0.0)
-    log_prior = _log_prior(sd)
-    return log_prior - 0.5 * deviations / variance - 0.5 * freedom_of(exact) * math.log(variance)
+    return _LOG_PRIOR - 0.5 * deviations / variances - 0.5 * freedom_of(exact) * np.log(variances)
 
 
 @lru_cache(maxsize=256)

@@ -394,7 +394,7 @@ def check(job: CreatedJob) -> None:
 
 
 POLICY = Policy(
-    version="7",
+    version="8",
     suggest=suggest,
     explain=explain,
     expectations=expectations,

@@ -183,13 +183,16 @@ def change_of(sizes: Sequence[CostRuns], index: int) -> float | None:
     """
     if not sizes[index]:
         return None
-    sizes = [comparable(runs, sizes[index][-1]) for runs in sizes]
-    before, latest = sizes[index][:-2], sizes[index][-2:]
+    last = sizes[index][-1]
+    own = comparable(sizes[index], last)
+    before, latest = own[:-2], own[-2:]
     if len(before) < _RUNS_BEFORE:
         return None
-    off = np.array([run.log_cost for run in latest]) - _center(before)
-    if off.min() <= 0 <= off.max():
+    center = _center(before)
+    if min(run.log_cost for run in latest) <= center <= max(run.log_cost for run in latest):
         return None
+    off = np.array([run.log_cost for run in latest]) - center
+    sizes = [comparable(runs, last) for runs in sizes]
     within = epoch_variance(sizes)
     variances = run_variance(sizes, within) + np.array([run.variance(within) for run in latest])
     regular, slowed = _densities(off**2, variances)
@@ -198,7 +201,8 @@ def change_of(sizes: Sequence[CostRuns], index: int) -> float | None:
 
 def comparable(runs: CostRuns, last: CostRun) -> CostRuns:
     """Return the runs on busy machines if the run `last` was on a busy machine, otherwise the other runs."""
-    return tuple(run for run in runs if is_busy(run.waited_share) is is_busy(last.waited_share))
+    busy = is_busy(last.waited_share)
+    return tuple(run for run in runs if is_busy(run.waited_share) is busy)
 
 
 def drift_of(job: CreatedJob, runs: Sequence[CompletedRun]) -> float | None:
