@@ -5,7 +5,9 @@ A training with the server in its own process gets the same statuses in its exce
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from http import HTTPStatus
+from typing import Any
 
 from zeus_plugins.protocol import RefusalReason
 
@@ -159,6 +161,21 @@ class DatabaseUnavailableError(BsoError):
         self.fault = fault
 
 
+class ComputeFirstError(BsoError):
+    """A transaction needs the result of a long computation: its store computes it, and repeats the transaction.
+
+    Attributes:
+        key: Requests with the same key share one computation.
+        read: Reads the facts in a transaction, its argument. Returns a function that computes the result, in any thread
+            and without the database. That function returns another one, which saves the result in a transaction, unless
+            the facts have changed.
+    """
+
+    def __init__(self, message: str, key: Hashable, read: Callable[[Any], Callable[[], Callable[[Any], None]]]) -> None:
+        super().__init__(message)
+        self.key, self.read = key, read
+
+
 STATUS_OF: dict[type[BsoError], HTTPStatus] = {
     UnknownJobError: HTTPStatus.NOT_FOUND,
     UnknownTrialError: HTTPStatus.NOT_FOUND,
@@ -178,6 +195,7 @@ STATUS_OF: dict[type[BsoError], HTTPStatus] = {
     UntrustedHostError: HTTPStatus.BAD_REQUEST,
     UnknownTokenError: HTTPStatus.NOT_FOUND,
     RevokedTokenError: HTTPStatus.CONFLICT,
+    ComputeFirstError: HTTPStatus.SERVICE_UNAVAILABLE,
     DatabaseNotReadyError: HTTPStatus.SERVICE_UNAVAILABLE,
     DatabaseUnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
 }

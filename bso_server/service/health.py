@@ -111,8 +111,8 @@ def differences(transaction: Transaction, job_id: str) -> list[str]:
     policy = job.registration.policy
     installed(policy)
     trials = transaction.all_trials(job_id)
-    replayed = replay(job.registration, trials, job.survivors)
     derived = load_history(transaction, job)
+    replayed = replay(job.registration, trials, job.survivors)
     events = max((max(trial.started_event, trial.ended_event or 0) for trial in trials), default=0)
     known = transaction.revisions(job_id)
     terms = ((trial, as_of(job.registration, known, trial.started_event)) for trial in trials)

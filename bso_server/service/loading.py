@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from bso_server.core.access import Caller
 from bso_server.core.job import replay
 from bso_server.core.model import Arm, History, TrialRecord, arms_after, is_counted_exploration
 from bso_server.core.policy import expectations, find, memory_after
-from bso_server.errors import UnknownJobError, UnknownTrialError
+from bso_server.errors import ComputeFirstError, UnknownJobError, UnknownTrialError
 from bso_server.service.refusals import log_replaced, refuse_message
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob, StoredMemory
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import ALIVE, Heartbeat, TrialId, TrialState
+
+# Events of a job after those in its policy's memory that a transaction itself learns, within some milliseconds. More of
+# them would hold locks, and a thread or the event loop, for seconds.
+_MOST_LEARNED = 100
 
 
 def known_job(transaction: Transaction, job_id: str) -> StoredJob:
@@ -72,20 +77,61 @@ class Unsaved:
 
 
 class OpenTrials(NamedTuple):
-    """The trials that are not yet in a job's arms or in the policy's memory, and the memory in the database, if any."""
+    """The trials that are not yet in a job's arms or in the policy's memory, and the memory, if the policy has one."""
 
     trials: Sequence[TrialRecord]
     memory: StoredMemory | None
 
 
 def open_trials(transaction: Transaction, job: StoredJob) -> OpenTrials:
-    """Return the trials that the next decision needs one by one; the job is locked, or the transaction a snapshot."""
+    """Return the trials that the next decision needs one by one; the job is locked, or the transaction a snapshot.
+
+    Raises:
+        ComputeFirstError: The policy's memory lacks too many events.
+    """
     policy, memory, since = find(job.registration.policy), None, job.folded_event
     if policy.memory is not None:
-        memory = transaction.memory(job.job_id, policy)
+        memory = _latest_memory(transaction, job)
+        if job.event_count - memory.folded_event > _MOST_LEARNED:
+            message = f"the runs of job {job.job_id!r} are being summarised: send the request again in some seconds"
+            raise ComputeFirstError(message, key=job.job_id, read=partial(_read_to_learn, job.job_id))
         # The memory may be older than the arms: another version of the policy made it, or needed none.
-        since = min(since, 0 if memory is None else memory.folded_event)
+        since = min(since, memory.folded_event)
     return OpenTrials(transaction.open_trials(job.job_id, since, with_explorations=job.needs_explorations), memory)
+
+
+def _latest_memory(transaction: Transaction, job: StoredJob) -> StoredMemory:
+    """Return the memory in the database, or a new one."""
+    policy = find(job.registration.policy)
+    return transaction.memory(job.job_id, policy) or StoredMemory(
+        job.job_id, policy.version, 0, policy.begun_memory(job.registration)
+    )
+
+
+def _read_to_learn(job_id: str, transaction: Transaction) -> Callable[[], Callable[[Transaction], None]]:
+    """Read the events that a job's memory lacks; return a function that learns them.
+
+    That function returns another one, which saves the memory.
+    """
+    job = known_job(transaction, job_id)
+    memory = _latest_memory(transaction, job)
+    ended = _ended(transaction.open_trials(job_id, memory.folded_event, with_explorations=False), memory.folded_event)
+
+    def learn() -> Callable[[Transaction], None]:
+        after = memory_after(job.registration, memory.memory, ended)
+        return partial(_save_unless_outdated, job, replace(memory, folded_event=job.event_count, memory=after))
+
+    return learn
+
+
+def _save_unless_outdated(job: StoredJob, memory: StoredMemory, transaction: Transaction) -> None:
+    """Save a memory that follows from the job as it was read."""
+    now, policy = transaction.locked_job(job.job_id), find(job.registration.policy)
+    # A revision, a new target and a discarded trial change at least one of the two values.
+    is_same = now is not None and (now.registration, now.folded_event) == (job.registration, job.folded_event)
+    # A revision before `_read_to_learn` may have given the job a policy without a memory.
+    if is_same and policy.memory is not None:
+        transaction.save_memory(memory, policy)
 
 
 def best_size(transaction: Transaction, job: StoredJob) -> int | None:
@@ -101,7 +147,7 @@ class LoadedJob:
         job: The job's row.
         arms: Arm per batch size, ascending.
         changed: Arms that the database lacks in this form, because they include later ends.
-        found: The open trials, and the memory in the database.
+        found: The open trials, and the memory.
     """
 
     job: StoredJob
@@ -112,15 +158,12 @@ class LoadedJob:
     def history(self) -> tuple[History, Unsaved]:
         """Return the history that decisions rest on, and its part that is not saved yet, without the database."""
         job, found, unsaved, memory = self.job, self.found, Unsaved(dict(self.changed), None), None
-        registration, policy = job.registration, find(job.registration.policy)
         known = found.memory
-        if policy.memory is not None and known is None:
-            known = StoredMemory(job.job_id, policy.version, 0, policy.begun_memory(registration))
         if known is not None:
-            to_learn = _ended(found, known.folded_event)
-            memory = memory_after(registration, known.memory, to_learn)
+            to_learn = _ended(found.trials, known.folded_event)
+            memory = memory_after(job.registration, known.memory, to_learn)
             if to_learn:
-                unsaved.memory = StoredMemory(job.job_id, policy.version, job.event_count, memory)
+                unsaved.memory = replace(known, folded_event=job.event_count, memory=memory)
         return job.history(
             self.arms,
             memory,
@@ -130,10 +173,10 @@ class LoadedJob:
 
 
 def load(transaction: Transaction, job: StoredJob, found: OpenTrials | None = None) -> LoadedJob:
-    """Read the facts behind the history of a job; `found` is by `open_trials`."""
+    """Read the facts behind the history of a job; `found` is by `open_trials`. Raise as `open_trials`."""
     found = found or open_trials(transaction, job)
     arms = transaction.arms(job.job_id)
-    new = _ended(found, job.folded_event)
+    new = _ended(found.trials, job.folded_event)
     changed = arms_after(job.registration, arms, new, bandit_entered_at=job.bandit_entered_at)
     return LoadedJob(job, arms | changed, changed, found)
 
@@ -141,7 +184,7 @@ def load(transaction: Transaction, job: StoredJob, found: OpenTrials | None = No
 def recomputed(transaction: Transaction, job: StoredJob, trials: Iterable[TrialRecord]) -> StoredJob:
     """Compute the caches of a locked job again from all its trials, and save them; return the job, which is not saved.
 
-    The next decision computes the policy's memory, which takes too long for a transaction.
+    The next request that needs the policy's memory computes it, which takes too long for a transaction.
     """
     new = replay(job.registration, trials, job.survivors, learns=False)
     transaction.replace_arms(job.job_id, new.arms.values())
@@ -150,11 +193,11 @@ def recomputed(transaction: Transaction, job: StoredJob, trials: Iterable[TrialR
 
 
 def load_history(transaction: Transaction, job: StoredJob) -> History:
-    """Return the history that decisions rest on."""
+    """Return the history that decisions rest on; raise as `open_trials`."""
     return load(transaction, job).history()[0]
 
 
-def _ended(found: OpenTrials, after: int) -> list[TrialRecord]:
+def _ended(trials: Iterable[TrialRecord], after: int) -> list[TrialRecord]:
     """Return the trials that ended after this event of the job, in order of their ends."""
-    ended = [trial for trial in found.trials if (trial.ended_event or 0) > after]
+    ended = [trial for trial in trials if (trial.ended_event or 0) > after]
     return sorted(ended, key=lambda trial: trial.ended_event or 0)

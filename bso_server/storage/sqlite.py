@@ -25,7 +25,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from bso_server.errors import BsoError, DatabaseUnavailableError
+from bso_server.errors import BsoError, ComputeFirstError, DatabaseUnavailableError
 from bso_server.storage import migrations
 from bso_server.storage.deadlines import Deadline
 from bso_server.storage.faults import (
@@ -317,6 +317,9 @@ class SyncStore:
                 return self._attempt(work, read_only=read_only, patience_s=deadline.left_s)
             except _BrokenInError:
                 continue
+            except ComputeFirstError as needed:
+                compute = self._transact(needed.read, read_only=True, timeout_s=timeout_s)
+                self._transact(compute(), read_only=False, timeout_s=timeout_s)
             except UnwritableError as error:
                 raise DatabaseUnavailableError(str(error), fault=error.fault) from error
             except (DBAPIError, JobExistsError) as error:

@@ -41,10 +41,10 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from bso_server.core.occurrences import Listener, Outcome, TransactionDone, nobody
-from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
+from bso_server.errors import BsoError, ComputeFirstError, DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.storage import migrations
 from bso_server.storage.database import Database
-from bso_server.storage.deadlines import LONG_PATIENCE_S, MIGRATION_PATIENCE_S, PATIENCE_S, waiting
+from bso_server.storage.deadlines import LONG_PATIENCE_S, MIGRATION_PATIENCE_S, PATIENCE_S, Deadline, waiting
 from bso_server.storage.faults import (
     DAMAGED,
     DENIED,
@@ -71,6 +71,9 @@ _LONGEST_GROUP_S = 0.05
 
 # Maximum number of queues of waiting items that are committed at the same time, each on a connection of its own.
 _LARGEST_WAITING = 4
+
+# A request waits for computations up to this multiple of its patience for the database.
+_COMPUTING = 3
 
 # Seconds between log lines about a database that accepts no writes.
 _SAY_AGAIN_S = 60.0
@@ -320,12 +323,15 @@ class Store:
         self.listener = listener
         self._is_patient = False
         self._health = _Health()
+        self._computed: dict[Hashable, asyncio.Task[None]] = {}
+        self._computing = asyncio.Lock()
         self._groups = GroupCommit(self._commit_group, patience_s=patience_s)
 
     def patient(self) -> Store:
         """Return a store of the same data with long deadlines, for work on whole jobs and for commands."""
         store = Store(self._database, patience_s=max(self.patience_s, LONG_PATIENCE_S), listener=self.listener)
         store._health, store._is_patient = self._health, True
+        store._computed, store._computing = self._computed, self._computing
         return store
 
     @property
@@ -353,7 +359,36 @@ class Store:
             DatabaseUnavailableError: The database cannot be reached, aborts every attempt, does not answer in time, or
                 accepts no writes. `work` may have been committed.
         """
-        return await self._write(lambda transaction: work(transaction, *args, **kwargs), waits=True)
+        return await self._computing_first(
+            lambda: self._write(lambda transaction: work(transaction, *args, **kwargs), waits=True)
+        )
+
+    async def _computing_first(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Await an attempt, and repeat it after each computation that it needs first (`ComputeFirstError`).
+
+        Computations take turns in a thread, and each is done once for all requests that need it. The wait for a
+        computation is no wait for the database, and may last a few times as long.
+        """
+        deadline = Deadline(_COMPUTING * self.patience_s)
+        while True:
+            try:
+                return await attempt()
+            except ComputeFirstError as needed:
+                task = self._computed.get(needed.key)
+                if task is None:
+                    task = self._computed[needed.key] = asyncio.create_task(self._compute(needed), context=Context())
+                done, _ = await asyncio.wait({task}, timeout=deadline.left_s)
+                if not done:
+                    raise
+                task.result()
+
+    async def _compute(self, needed: ComputeFirstError) -> None:
+        try:
+            async with self._computing:
+                compute, _ = await self._transact(needed.read, read_only=True)
+                await self._write(await asyncio.to_thread(compute), waits=True)
+        finally:
+            del self._computed[needed.key]
 
     async def write_at_once(
         self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs
@@ -363,12 +398,14 @@ class Store:
 
     async def write_in_batch(self, batch: Batch[Item, Answer], item: Item) -> Answer:
         """Execute a batch's work for an item, with other waiting items; raise like `write`, or the item's own error."""
-        answer: Answer = await self._groups.submit(item, batch)
+        answer: Answer = await self._computing_first(lambda: self._groups.submit(item, batch))
         return answer
 
     async def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Execute `work`, which only reads, in a transaction that blocks no writer; retry and raise like `write`."""
-        done, _ = await self._transact(lambda transaction: work(transaction, *args, **kwargs), read_only=True)
+        done, _ = await self._computing_first(
+            lambda: self._transact(lambda transaction: work(transaction, *args, **kwargs), read_only=True)
+        )
         return done
 
     async def _write(self, work: Work[T], *, waits: bool) -> T:
@@ -553,6 +590,8 @@ class Store:
 
     async def close(self) -> None:
         """Close every connection."""
+        for task in tuple(self._computed.values()):
+            task.cancel()
         await self._database.close()
 
 

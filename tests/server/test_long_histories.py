@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from bso_server.core.model import History, Suggestion, TrialRecord
 from bso_server.core.policy import Memory, Policy, given
+from bso_server.errors import ComputeFirstError
+from bso_server.service import reading
 from bso_server.service.loading import known_job
+from bso_server.storage.database import open_sqlite_file
 from bso_server.storage.queries import latest_trials
+from bso_server.storage.sqlite import SyncStore
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from tests.support.service import JobService, new_job
-from zeus_plugins.protocol import CreatedJob, Origin, TrialState
+from tests.support.databases import DATABASES
+from tests.support.exports import export_over, import_over, renamed
+from tests.support.jobs import job
+from tests.support.servers import serving
+from tests.support.service import JobService, new_job, open_store, run_apart
+from zeus_plugins.client.port import DEFAULT_TIMEOUT_S
+from zeus_plugins.protocol import GP_VOI, CreatedJob, Origin, TrialState
 
 pytestmark = pytest.mark.storage
 
 RUNS = 60
+# More than SQLite has threads for reads.
+VIEWS = 8
 # Longer than any step takes on a busy machine.
 LONG_S = 120.0
 AT = "2026-01-01T00:00:00+00:00"
@@ -71,8 +89,9 @@ class Slow:
 
 
 @pytest.fixture
-async def slow() -> AsyncIterator[Slow]:
+async def slow(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Slow]:
     slow = Slow()
+    monkeypatch.setattr("bso_server.storage.store._COMPUTING", LONG_S)
     with given("slow", slow.policy):
         try:
             yield slow
@@ -115,21 +134,163 @@ async def memory_of(server: JobService, slow: Slow) -> Any:
     return None if stored is None else stored.memory
 
 
-async def test_revision_leaves_the_memory_to_the_next_decision(store: Store, slow: Slow) -> None:
-    server = await long_job(store)
+async def test_trials_continue_while_the_memory_is_computed_after_a_revision(store: Store, slow: Slow) -> None:
+    server, other = await long_job(store), await new_job(store)
+    open_trial, ending, others = await server.suggest(), await server.suggest(), await other.suggest()
     slow.hold()
     assert (await revise(server, max_power=200.0)).max_power == 200.0
     assert slow.learned == 0
+    asking = asyncio.create_task(server.suggest())
+    await slow.begun(asking)
+    await server.beat(open_trial)
+    await server.reach(ending)
+    await other.beat(others)
+    await other.reach(others)
+    assert not asking.done()
     slow.go()
-    assert (await server.suggest()).reason == f"after {RUNS} runs"
-    assert await memory_of(server, slow) == RUNS
+    # The run that has ended during the computation is added to its result.
+    assert (await asking).reason == f"after {RUNS + 1} runs"
+    assert (await memory_of(server, slow), slow.learned) == (RUNS + 1, RUNS + 1)
     assert await server.differences() == []
 
 
-@pytest.mark.usefixtures("slow")
-async def test_discarded_run_leaves_no_trace_in_a_memory_computed_before(store: Store) -> None:
-    server = await long_job(store)
+async def test_readers_share_one_computation_beside_all_requests(store: Store, slow: Slow) -> None:
+    server, other = await long_job(store), await new_job(store)
+    trial = await other.suggest()
+    slow.hold()
+    views = [asyncio.create_task(server.show()) for _ in range(VIEWS)]
+    asking = asyncio.create_task(server.suggest())
+    await slow.begun(asking, *views)
+    assert (await other.show()).trial_count == 1
+    assert await store.read(reading.list_jobs)
+    await other.beat(trial)
+    assert not any(view.done() for view in views)
+    slow.go()
+    assert {view.trial_count for view in await asyncio.gather(*views)} <= {RUNS, RUNS + 1}
+    assert (await asking).reason == f"after {RUNS} runs"
     await server.show()
-    await server.store.write(Transaction.forget_memory, server.job_id)
+    assert (await memory_of(server, slow), slow.learned) == (RUNS, RUNS)
+
+
+async def test_memory_computed_before_a_run_is_discarded_is_not_saved(store: Store, slow: Slow) -> None:
+    server = await long_job(store)
+    slow.hold()
+    viewing = asyncio.create_task(server.show())
+    await slow.begun(viewing)
     await server.service.transact(server.service.commands.discard, server.job_id, RUNS)
+    slow.go()
+    await viewing
+    assert await memory_of(server, slow) == RUNS - 1
     assert await server.differences() == []
+
+
+async def test_request_gets_an_error_if_a_computation_takes_too_long(
+    store: Store, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await long_job(store)
+    slow.hold()
+    with monkeypatch.context() as patch:
+        patch.setattr("bso_server.storage.store._COMPUTING", 0)
+        with pytest.raises(ComputeFirstError, match=f"the runs of job {server.job_id!r} are being summarised"):
+            await server.show()
+    slow.go()
+    # The computation has continued.
+    assert (await server.show()).trial_count == slow.learned == RUNS
+
+
+def test_training_without_a_server_computes_the_memory(tmp_path: Path) -> None:
+    url, slow = f"sqlite:///{tmp_path / 'bso.sqlite3'}", Slow()
+
+    async def filled() -> str:
+        async with open_store(url) as store:
+            return (await long_job(store)).job_id
+
+    with given("slow", slow.policy):
+        job_id = run_apart(filled)
+        file = open_sqlite_file(url, busy_timeout_s=1)
+        assert file is not None
+        store = SyncStore(file, threading.RLock())
+        try:
+            view = store.read(lambda transaction: reading.show_job(transaction, job_id), timeout_s=LONG_S)
+        finally:
+            store.close()
+    assert (view.trial_count, slow.learned) == (RUNS, RUNS)
+
+
+def export_of(job_id: str, runs: int) -> list[dict[str, Any]]:
+    """Return the export of a job of `gp_voi` with runs of seven sizes; a tenth of them missed the target."""
+    rng, sizes = np.random.default_rng(1), [8, 16, 32, 64, 128, 256, 512]
+    registered = job(job_id=job_id, batch_sizes=sizes, default_batch_size=64, policy=GP_VOI, max_epochs=60)
+    head = {"format": "zeus-bso-job", "version": 1, "job": registered, "created_at": AT, "trials": runs}
+
+    def trial(number: int) -> dict[str, Any]:
+        size = sizes[int(rng.integers(7))]
+        epochs = max(2, round((8 + size / 64) * math.exp(rng.normal(0, 0.1))))
+        epoch_s = (1000 / size + 10) * math.exp(rng.normal(0, 0.05))
+        reached = bool(rng.random() < 0.9)
+        ends = ("completed", "target_reached") if reached else ("early_stopped", "epoch_bound_reached")
+        numbers = {"trial_number": number, "batch_size": size, "report_count": epochs, "epoch": epochs}
+        words = {"origin": "exploration", "reason": "tried", "message": "ended", "energy_source": "nvml"}
+        instants = dict.fromkeys(("started_at", "reported_at", "ended_at"), AT) | {"lease_expires_at": None}
+        events = {"started_event": 2 * number - 1, "ended_event": 2 * number, "state": ends[0], "end_reason": ends[1]}
+        totals = {"time_s": epochs * epoch_s, "energy_j": epochs * epoch_s * 200, "metric": 0.95 if reached else 0.5}
+        first = {"first_epoch": 1, "first_time_s": epoch_s, "first_energy_j": epoch_s * 200, "longest_gap_s": epoch_s}
+        return numbers | words | instants | events | totals | first | {"heartbeats": True, "epochs": []}
+
+    return [{**head, "survivors": None, "rng_state": None}, *(trial(number + 1) for number in range(runs))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("database_url", DATABASES, indirect=True, scope="module")
+def test_fleet_goes_on_while_a_job_of_ten_thousand_runs_is_revised_viewed_and_continued(
+    database_url: str, tmp_path: Path
+) -> None:
+    """All requests succeed; heartbeats of other jobs are answered before their client gives them up."""
+    with (
+        serving(database_url, tmp_path, "--migrate") as server,
+        httpx.Client(base_url=server.url, timeout=LONG_S) as http,
+    ):
+        import_over(http, export_of("long-0", 10_000)).raise_for_status()
+        # A real export, of which a copy is imported.
+        import_over(http, renamed(export_over(http, "long-0"), "long-1")).raise_for_status()
+        others = []
+        for number in range(20):
+            registered = http.post("/jobs", json=job(job_id=f"other-{number}")).raise_for_status().json()
+            begun = http.get("/jobs/batch_size", params={"job_id": registered["job_id"]}).raise_for_status().json()
+            others.append({name: begun[name] for name in ("job_id", "batch_size", "trial_number")})
+        with beating(server.url, others) as answers:
+            known = http.get("/api/jobs/long-1").raise_for_status().json()["job"]
+            http.post("/jobs", json={**known, "max_power": 250.0, "revise": True}).raise_for_status()
+            with ThreadPoolExecutor(8) as pool:
+                pages = ["/ui/jobs/long-1", "/api/jobs/long-1", "/api/jobs/long-1/explanation", "/api/jobs"] * 2
+                for page in pool.map(http.get, pages):
+                    page.raise_for_status()
+            begun = http.get("/jobs/batch_size", params={"job_id": "long-1"}).raise_for_status().json()
+            assert begun["trial_number"] == 10_001
+            assert len(export_over(http, "long-1")) == 10_002
+        assert len(answers) > 20
+        assert {status for status, _ in answers} == {200}
+        assert max(took_s for _, took_s in answers) < DEFAULT_TIMEOUT_S
+
+
+@contextmanager
+def beating(url: str, trials: Sequence[dict[str, Any]]) -> Iterator[list[tuple[int, float]]]:
+    """Send heartbeats of these trials in turn; yield the status of each answer, and the seconds until it came."""
+    answers: list[tuple[int, float]] = []
+    ends = threading.Event()
+
+    def beat() -> None:
+        with httpx.Client(base_url=url, timeout=LONG_S) as http:
+            for trial in cycle(trials):
+                begun = time.monotonic()
+                answers.append((http.patch("/trials/heartbeat", json=trial).status_code, time.monotonic() - begun))
+                if ends.wait(0.05):
+                    return
+
+    with ThreadPoolExecutor(1) as pool:
+        beats = pool.submit(beat)
+        try:
+            yield answers
+        finally:
+            ends.set()
+            beats.result()
