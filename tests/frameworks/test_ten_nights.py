@@ -1,4 +1,4 @@
-"""Trainings from public reports, several nights in a row with `on_failure="finish"`: no night ends without a model."""
+"""Trainings from public reports, ten nights in a row with `on_failure="finish"`: no night ends without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeus_plugins.client import client_from_environment
 from zeus_plugins.protocol import GP_VOI, EndReason, JobView, Origin, TrialState
 
 OWN = 16
-NIGHTS = 6
+NIGHTS = 10
 SCORES = (0.5, 1.0)  # the target is 0.9, and a training has two epochs
 
 MakeTraining = Callable[[Any, Work], Training]
@@ -39,7 +39,7 @@ def view(bench: FrameworkBench) -> JobView:
         return client.show_job(bench.job_id)
 
 
-def nights(bench: FrameworkBench, make: MakeTraining, *, sizes: tuple[int, ...], **spec: Any) -> JobView:
+def ten_nights(bench: FrameworkBench, make: MakeTraining, *, sizes: tuple[int, ...], **spec: Any) -> JobView:
     """Train each night, check that the night ends with a model and reports the size that it trained; return the job."""
     spec = {"target": 0.9, "default_batch_size": OWN, "max_epochs": 2, "policy": GP_VOI} | spec
     job = bench.job(higher_is_better_metric=True, batch_sizes=sizes, **spec)
@@ -88,7 +88,7 @@ def test_crash_at_other_size_is_trained_at_own_size(bench: FrameworkBench, layer
         training.model.network = layer(64, 10)
         return training
 
-    job = nights(bench, make, sizes=(OWN, 48, 84))
+    job = ten_nights(bench, make, sizes=(OWN, 48, 84))
     failed = tries_without_result(job)
     assert set(failed) <= {48, 84}
     assert 1 <= max(map(len, failed.values())) <= 2
@@ -240,7 +240,7 @@ def with_sampler(bench: FrameworkBench, callback: Any, work: Work, sampler: Any)
 
 
 def test_size_that_sampler_ignores_is_left_out_after_one_try(bench: FrameworkBench) -> None:
-    job = nights(
+    job = ten_nights(
         bench,
         lambda callback, work: with_sampler(bench, callback, work, ClassesByItems()),
         sizes=(12, 24, 84, 168),
@@ -263,7 +263,7 @@ def test_delay_of_evaluations_in_steps_of_own_size_loses_no_night(bench: Framewo
     def make(callback: Any, work: Work) -> Training:
         return bench.training(callback, work=work, epochs=2, scores=SCORES, validate_every=2, eval_delay=9)
 
-    job = nights(bench, make, sizes=(8, OWN, 48, 84))
+    job = ten_nights(bench, make, sizes=(8, OWN, 48, 84))
     assert tries_without_result(job) == {}
 
 
@@ -294,7 +294,7 @@ def test_lone_sample_of_last_batch_is_left_out_at_other_sizes(
         lone.append(training)
         return training
 
-    job = nights(bench, make, sizes=(8, 14, 20, 32), default_batch_size=14)
+    job = ten_nights(bench, make, sizes=(8, 14, 20, 32), default_batch_size=14)
     assert tries_without_result(job) == {}
     assert all(trial.origin is not Origin.FINISH for trial in job.trials)
     assert {sum(training.sizes[: len(training.sizes) // 2]) for training in lone} == {160, 161}
@@ -312,7 +312,7 @@ def test_target_out_of_reach_trains_once_a_night(
         trained.append(training)
         return training
 
-    job = nights(bench, make, sizes=(8, OWN, 48), max_epochs=3)
+    job = ten_nights(bench, make, sizes=(8, OWN, 48), max_epochs=3)
     assert [training.epochs for training in trained] == [3] * NIGHTS
     assert all(trial.origin is not Origin.FINISH for trial in job.trials)
     assert "The target is out of reach at your own batch size: score missed it by 0.65, and moved by 0.01" in said[1]
@@ -348,6 +348,25 @@ def test_extra_epoch_of_callback_runs_after_the_trial(
     assert torch.equal(*weights)
 
 
+def test_crash_before_first_step_is_trained_at_own_size(bench: FrameworkBench) -> None:
+    if not bench.HAS_LOGGER:
+        pytest.skip("Hugging Face's Trainer makes optimizers within its loop")
+
+    def schedule(optimizer: Any, steps: int) -> Any:
+        assert steps >= 10, "too few steps for the phases of the schedule"
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+
+    def make(callback: Any, work: Work) -> Training:
+        training = bench.training(callback, work=work, epochs=2, scores=SCORES)
+        training.model._scheduler = schedule
+        return training
+
+    job = ten_nights(bench, make, sizes=(8, OWN, 84))
+    failed = tries_without_result(job)
+    assert set(failed) == {84}
+    assert len(failed[84]) <= 2
+
+
 def test_crash_after_resume_continues_with_weights_of_checkpoint(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,3 +394,33 @@ def test_crash_after_resume_continues_with_weights_of_checkpoint(
     assert torch.equal(seen[1], seen[2])
     said = caplog.text + capsys.readouterr().err
     assert f"The training begins again with the weights of the checkpoint at {OWN}, your own batch size" in said
+
+
+def test_run_at_pinned_size_counts_only_while_it_is_pinned(bench: FrameworkBench) -> None:
+    counted = []
+    for sizes in ([8, OWN, 48], [8, OWN, 48], [48], [8, OWN, 48]):
+        work = Work()
+        said: dict[str, Any] = {"monitor": "score", "mode": "max", "target": 0.9, "job_id": bench.job_id}
+        callback = bench.BatchSize(batch_sizes=sizes, energy_monitor=work.monitor, **said)
+        bench.training(callback, work=work, epochs=2, scores=SCORES).train()
+        at_48 = [trial for trial in view(bench).trials if trial.batch_size == 48]
+        counted.append([trial.state is TrialState.COMPLETED for trial in at_48][:2])
+    # A pinned run has the rate of the script, and the run before it a scaled one.
+    assert counted == [[], [True], [False, True], [True, False]]
+
+
+def test_scripts_with_two_rules_in_turn_keep_the_runs_of_each(bench: FrameworkBench) -> None:
+    rules = ["auto", "none"]
+    ran: dict[str, list[int]] = {rule: [] for rule in rules}
+    job = bench.job(
+        higher_is_better_metric=True, target=0.9, batch_sizes=(8, OWN, 48), default_batch_size=OWN, max_epochs=2
+    )
+    for night in range(NIGHTS):
+        rule, work = rules[night % 2], Work()
+        callback = bench.BatchSize(job, "score", energy_monitor=work.monitor, on_failure="finish", lr_scaling=rule)
+        bench.training(callback, work=work, epochs=2, scores=SCORES).train()
+        ran[rule].append(night + 1)
+        counted = [trial.trial_number for trial in view(bench).trials if trial.state is not TrialState.WITHDRAWN]
+        own = [trial.trial_number for trial in view(bench).trials if trial.batch_size == OWN]
+        assert counted == sorted({*ran[rule], *own})
+    assert all(set(numbers) - set(own) for numbers in ran.values())  # both rules have tried other sizes
