@@ -80,6 +80,8 @@ STATE_DIRECTORY = Variable(
     "`zeus-plugins` in the user's state directory",
 )
 XDG_STATE_HOME = Variable("XDG_STATE_HOME", "the user's state directory, on Linux", "`~/.local/state`")
+CERTIFICATES = Variable("SSL_CERT_FILE", "a file of certificates of authorities, for servers behind TLS", "`certifi`'s")
+CERTIFICATE_DIRECTORY = Variable("SSL_CERT_DIR", "a directory of such certificates")
 SUMMARY_FILE = Variable(
     "ZEUS_SUMMARY_FILE", "a file that is no longer written: `callback.summary` has the outcome of the run"
 )

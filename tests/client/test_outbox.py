@@ -234,13 +234,13 @@ def test_full_disk_damages_no_result(outbox: Outbox, delivered: int) -> None:
 def test_file_system_without_locks_is_reported_immediately(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
 
-    def lock(file: object) -> None:
+    def lock(file: object, _operation: int) -> None:
         tried.append(file)
         assert len(tried) < 10, "it tries for ever"
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     with monkeypatch.context() as patched:
-        patched.setattr("zeus_plugins.files._lock", lock)
+        patched.setattr("fcntl.flock", lock)
         with pytest.raises(OSError, match="Function not implemented"):
             outbox.box(sender())
         assert outbox.waiting() == []

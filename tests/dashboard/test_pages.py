@@ -316,12 +316,15 @@ class TestWords:
             (f"jobs/{SETTLED}", "256 saves "),
             (f"jobs/{SETTLED}", "Cost of all runs so far, against 64"),
             ("jobs/llama-sft", "No run has reached the target yet 2 crashed and 1 did not fit"),
-            (f"jobs/{JOB}", "Run 15 got 256. Best so far, expected"),
+            (
+                f"jobs/{JOB}",
+                "Run 15 got 128. A trial: no run has shown yet that 128 costs more than 256, the best so far",
+            ),
             (f"jobs/{JOB}/trials/3", "A run to the target was expected to cost "),
             (f"jobs/{JOB}/trials/1", "64 reached the target, 0.9, after"),
             (f"jobs/{JOB}/trials/10", "256 crashed"),
             (f"jobs/{JOB}/trials/15", "A step takes least energy"),
-            (f"jobs/{JOB}", "Power limits at 256"),
+            (f"jobs/{JOB}", "Power limits at 128"),
         ],
     )
     async def test_page_begins_with_most_important_statement(

@@ -37,7 +37,7 @@ def test_measurement_continues_with_trainings_that_file_lacks(
     file.write_text(json.dumps(kept))
     assert main(arguments) == 0
     assert trained == [*cells("tabular"), *cells("tabular")[-2:]]
-    assert "| tabular | × 2 | sqrt | 1 | 1 | 1 | 1 | 1 | 1 | 1 | 0 % |" in capsys.readouterr().out
+    assert "| tabular | 32 | sqrt | 1 | 1 | 1 | 1 | 1 | 1 | 1 | 0 % | 0 % | 0 % |" in capsys.readouterr().out
 
 
 def test_training_at_higher_rate_reaches_target_and_one_at_no_rate_does_not() -> None:

@@ -18,6 +18,7 @@ from urllib.request import getproxies
 
 import httpx
 
+from zeus_plugins.environment import CERTIFICATE_DIRECTORY, CERTIFICATES
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
 
 _Receive: TypeAlias = Callable[[], httpx.Response]
@@ -83,10 +84,10 @@ def connections_to(server_url: str, **options: Any) -> httpx.Client:
         limits = httpx.Limits(keepalive_expiry=None)
         return httpx.Client(verify=url.scheme == "https", limits=limits, mounts=direct, **options)
     except OSError as error:
-        name = next((each for each in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(each)), "SSL_CERT_FILE")
+        name = next((each for each in (CERTIFICATES, CERTIFICATE_DIRECTORY) if each.text()), CERTIFICATES)
         raise ZeusBSOServerUnreachableError(
-            f"no connection to {url.host}: the certificates in {os.environ.get(name)}, which {name} names, cannot be "
-            f"read: {error}. Correct or unset the variable"
+            f"no connection to {url.host}: the certificates in {name.text()}, which {name} names, cannot be read: "
+            f"{error}. Correct or unset the variable"
         ) from None
     except (ValueError, httpx.InvalidURL, ImportError):  # no package for SOCKS
         # Do not chain the error: it may quote a password in the proxy's URL.

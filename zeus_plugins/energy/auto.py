@@ -139,8 +139,9 @@ def _estimate(request: MonitorRequest, gpus: UnmeasuredGpuError, causes: Sequenc
     )
     method = "CPU time / cores" if "CPU time" in estimate.source else "time"
     watts = "" if basis == "stated" else f"; {ESTIMATED_POWER_W} states your machine's watts at full load"
-    seen = f"{gpus.cause}: " if request.gpu_is_seen else ""
-    warning = f"{seen}energy is estimated as {power_w:g} W × {method}, not measured{watts}"
+    # On a GPU, a missing library or right can be mended.
+    missing = f"{'; '.join(causes)}: " if request.trains_on_gpu else ""
+    warning = f"{missing}energy is estimated as {power_w:g} W × {method}, not measured{watts}"
     return Choice(estimate, tuple(causes), warning)
 
 
