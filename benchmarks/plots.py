@@ -5,7 +5,6 @@ matplotlib, which takes a second to load and is an extra of its own, is imported
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,19 +14,10 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.recurrences.tasks import DEFAULT
 from benchmarks.reports import ProofResults
 from benchmarks.tables import energy_of
-from bso_server.cli.common import CommandError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-def require_matplotlib(option: str) -> None:
-    """Raise `CommandError` if matplotlib, which this option needs, is missing; call this before a simulation."""
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise CommandError(f"{option} needs matplotlib ({error}): pip install 'zeus-plugins[plot]'") from error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plots import plot_trainings
 from benchmarks.processes import BenchmarkError
 from benchmarks.recurrences.calibration import SECONDS
 from benchmarks.recurrences.data import python_files
@@ -182,8 +183,6 @@ def _collect(options: argparse.Namespace) -> int:
     tables = proof_tables(results)
     write_tables(tables, options.write)
     if options.images is not None:
-        from benchmarks.plots import plot_trainings  # the import also loads the policies
-
         plot_trainings(results, options.images)
     print("\n\n".join(tables.values()))
     return 0
