@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from benchmarks.processes import BenchmarkError
 from benchmarks.recurrences import harness, hour
 from benchmarks.recurrences.calibration import calibration_steps, load_problem, target
 from benchmarks.recurrences.harness import MAX_BROKEN, State, Trainings, is_done
-from benchmarks.recurrences.hour import HOUR, START_S, TARGETS, Hour, expected_s, pack
+from benchmarks.recurrences.hour import HOUR, START_S, Hour, expected_s, pack
 from benchmarks.recurrences.plan import Step, steps
 from benchmarks.recurrences.runs import Curve, Order
 from benchmarks.recurrences.tasks import HOUR_TASKS, tasks_for
@@ -65,18 +64,6 @@ def rising(epoch_s: float, *metrics: float) -> list[tuple[float, float, float]]:
 
 
 # ---- Targets
-
-
-def test_calibration_follows_a_warm_up_and_trains_default_smallest_and_largest_size() -> None:
-    found = calibration_steps(RESNET, 60.0)
-    assert [(step.stage, step.who) for step in found] == [
-        ("warm-up", "256"),
-        ("calibrate", "256"),
-        ("calibrate", "64"),
-        ("calibrate", "1024"),
-    ]
-    assert [step.order.idle_s for step in found] == [10.0, None, None, None]
-    assert {(step.order.with_callback, step.order.seconds) for step in found} == {(False, 60.0)}
 
 
 def test_target_is_the_first_value_reached_by_the_default_in_time() -> None:
@@ -133,13 +120,6 @@ def test_task_at_low_power_is_not_measured(tmp_path: Path) -> None:
     assert load_problem(tasks_for("gpu", ["resnet18"])[0], idle) == ""
 
 
-def test_targets_of_an_earlier_call_replace_the_calibration(tmp_path: Path) -> None:
-    left = hour_with(tmp_path).left()
-    assert {step.stage for step in left} == {"recurrence", "size"}
-    assert {(step.order.target, step.order.max_epochs) for step in left} == {(0.5, 9)}
-    assert json.loads((tmp_path / TARGETS).read_text())["resnet50"]["metric"] == 0.5
-
-
 @pytest.mark.parametrize(
     ("second", "told"),
     [
@@ -165,15 +145,6 @@ def test_curve_ends_a_training_after_its_seconds_or_at_a_perfect_metric() -> Non
 
 
 # ---- Steps
-
-
-def test_contenders_of_the_hour_take_turns_with_the_same_seeds() -> None:
-    planned = list(steps([RESNET], HOUR))
-    assert Counter(step.stage for step in planned) == {"recurrence": 2 * 10, "size": 5}
-    assert [step.who for step in planned[:4]] == ["gp_voi", "default", "default", "gp_voi"]
-    seeds = [step.order.seed for step in planned[:20]]
-    assert seeds[::2] == seeds[1::2] == sorted(set(seeds))
-    assert {step.seed for step in planned} == {0}
 
 
 def test_expected_seconds_follow_from_the_kind_or_the_task() -> None:
@@ -259,19 +230,6 @@ def test_packed_state_is_complete_at_any_time(tmp_path: Path, monkeypatch: pytes
     assert [each["key"] for each in State(tmp_path / "unpacked").records] == ["a"]
     with sqlite3.connect(tmp_path / "unpacked" / "bso.sqlite3") as database:
         assert database.execute("SELECT number FROM trials").fetchall() == [(7,)]
-
-
-def test_check_longer_than_the_call_is_left_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(command: list[str], timeout: float, **_: Any) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(subprocess, "run", slow)
-    short = Hour(State(tmp_path), time.monotonic() + hour.RESERVE_S + 1, SECONDS, 1, tmp_path / "gpu-state.tgz")
-    short._check_gpu()
-    assert not (tmp_path / hour.GPU_CHECK).exists()
-    ample = Hour(State(tmp_path), time.monotonic() + 600, SECONDS, 1, tmp_path / "gpu-state.tgz")
-    ample._check_gpu()
-    assert "timed out" in json.loads((tmp_path / hour.GPU_CHECK).read_text())["problem"]
 
 
 def test_process_exits_before_the_end_of_its_call(tmp_path: Path) -> None:
@@ -415,14 +373,3 @@ def test_call_installs_once_offline_and_resumes_from_the_packed_state(folder: Pa
     assert len(called(folder)[1]) == 1
     assert [each["key"] for each in State(home / "work" / "state").records] == ["packed"]
     assert not (home / "work" / "state" / "bso.sqlite3-wal").exists()
-
-
-@pytest.mark.parametrize(("option", "pythons"), [([], bundle.PYTHONS), (["--python", "3.12"], ["3.12"])])
-def test_bundle_has_the_wheels_of_the_wanted_pythons(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str], pythons: list[str]
-) -> None:
-    made: list[tuple[str, ...]] = []
-    monkeypatch.setattr(bundle, "_pip", lambda *arguments: made.append(arguments))
-    assert bundle.main([str(tmp_path / "made"), *option]) == 0
-    downloads = [each for each in made if each[0] == "download"]
-    assert [each[each.index("--python-version") + 1] for each in downloads] == list(pythons)

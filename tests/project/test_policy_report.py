@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import replace
@@ -38,19 +37,6 @@ def test_mlperf_file_yields_the_documented_jobs(tmp_path: Path) -> None:
         assert smallest.energy_j / smallest.time_s / job.max_power_w == pytest.approx(
             0.35 + 0.65 * utilisation, rel=1e-4
         )
-
-
-@pytest.mark.parametrize("wrong", [{}, {"jobs": {"one": {"sizes": [8], "reports_to_target": [[1]]}}}, {"jobs": [1]}])
-def test_file_without_mlperf_jobs_is_refused(wrong: object, tmp_path: Path) -> None:
-    file = tmp_path / "mlperf_convergence.json"
-    file.write_text(json.dumps(wrong))
-    with pytest.raises(ValueError, match="does not hold jobs"):
-        mlperf_workloads(file)
-
-
-def test_job_without_a_successful_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="no recorded run reaches the target"):
-        case_of(replace(only(64), name="hopeless"), Setting())
 
 
 def fixed(epochs: dict[int, float], default: int, recurrences: int, *, slow_size: int = 0, **conditions: Any) -> Case:

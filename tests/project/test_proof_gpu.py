@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.servers import ServerProcess
 from tests.support.simulated_driver import MAX_POWER_W, NAME, PERIOD_S, POWER_W
 from zeus_plugins.energy import NvmlMonitor
-from zeus_plugins.energy.nvml import open_gpus
-from zeus_plugins.power_limit import find_devices
 
 pytestmark = pytest.mark.slow
 
@@ -201,15 +198,6 @@ def test_each_shrunken_task_of_the_gpu_trains(train: Callable[[Order], Outcome],
     assert run.samples == tasks_for("gpu", [task], shrink=SHRINK)[0].samples
 
 
-def test_training_without_a_callback_records_what_the_monitor_measures(train: Callable[[Order], Outcome]) -> None:
-    task = tasks_for("gpu")[0].name
-    run = train(Order(task=task, job_id="bare", seed=5, batch_size=32, epochs=1, shrink=SHRINK, with_callback=False))
-    assert (run.state, run.energy_source) == ("bare", "nvml"), run.detail
-    assert run.energy_j == 1.0, "between two readings of the counter"
-    assert 0 < run.time_s <= run.fit_wall_s * 1.1 + 0.1
-    assert run.cost_j > 0
-
-
 def test_job_without_a_remaining_size_is_refused_harmlessly(
     train: Callable[[Order], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,28 +214,3 @@ def test_job_without_a_remaining_size_is_refused_harmlessly(
     assert [outcome.state for outcome in outcomes] == [OUT_OF_MEMORY, REFUSED]
     assert not outcomes[1].reached
     assert "none of the batch sizes [16] can run any more" in outcomes[1].detail
-
-
-@pytest.mark.parametrize("task", ["resnet18", "gpt2-medium"])
-def test_calibration_keeps_the_metric_joules_and_power_of_each_epoch(
-    train: Callable[[Order], Outcome], task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from benchmarks.recurrences import training
-
-    nvml = FakeNvml([FakeGpu(power_mw=450_000)])
-    monkeypatch.setattr(training, "open_gpus", lambda: open_gpus(nvml))
-    monkeypatch.setattr(training, "find_devices", lambda: find_devices(nvml=nvml))
-    monkeypatch.setattr(training, "_READ_S", 0.01)
-    order = Order(task, "c", 1, batch_size=32, with_callback=False, seconds=1e4, max_epochs=2, shrink=SHRINK)
-    run = train(replace(order, idle_s=0.01))
-    assert (run.state, len(run.curve), run.detail) == ("bare", 2, "")
-    assert run.curve[1][0] > run.curve[0][0] > 0
-    assert run.curve[1][1] > run.curve[0][1] > 0
-    assert run.idle_w
-    assert run.context_w
-    assert (run.peak_w, run.limit_w) == (450, 700)
-    assert run.energy_j > 0
-
-    short = train(replace(order, seconds=0.0))
-    assert len(short.curve) == 1
-    assert short.idle_w is None

@@ -188,16 +188,6 @@ def test_decisions_on_power_limits_are_pure(module: str) -> None:
     assert not offenders(names, {"logging", "os", "subprocess", "threading", "time"})
 
 
-@every("zeus_plugins/training/*.py")
-def test_training_decisions_need_no_framework(module: str) -> None:
-    names = imports(module)
-    assert not offenders(names, {"zeus_plugins.huggingface", "zeus_plugins.lightning"})
-    assert module != "zeus_plugins/training/metrics.py" or own(names) == {
-        "zeus_plugins.errors",
-        "zeus_plugins.errors.ZeusBSOConfigError",
-    }
-
-
 # Private parts of a framework are used in one module.
 @every("zeus_plugins/lightning/*.py", "zeus_plugins/huggingface/*.py")
 def test_private_attributes_of_a_framework_are_used_in_a_single_module(module: str) -> None:
@@ -213,14 +203,6 @@ def test_private_attributes_of_a_framework_are_used_in_a_single_module(module: s
         and not (isinstance(node.value, ast.Name) and node.value.id == "self")
     }
     assert not private
-
-
-def test_no_test_file_imports_a_second_test_file() -> None:
-    """Shared helpers are in tests/support; pytest itself provides the fixtures of conftest.py."""
-    tests = modules("tests/*.py", "tests/*/*.py", "benchmarks/**/*.py")
-    shared = {name for name in modules("tests/*.py") if name.startswith(("tests/test_", "tests/conftest"))}
-    private = {name.removesuffix(".py").replace("/", ".") for name in shared}
-    assert {module: found for module in tests if (found := offenders(imports(module), private))} == {}
 
 
 def test_modules_have_no_import_cycles() -> None:
