@@ -46,7 +46,6 @@ def test_time_and_energy_are_reported_beside_the_output_of_the_command() -> None
         "command": ["sh", "-c", "cat; echo error >&2; sleep 0.3; exit 3"],
         "exit_status": 3,
         "energy_source": SOURCE,
-        "energy_scope": "gpu",
         "max_power": 100.0,
         "number_of_gpus": 1,
     }
@@ -55,7 +54,7 @@ def test_time_and_energy_are_reported_beside_the_output_of_the_command() -> None
 def test_text_output_is_a_single_line() -> None:
     done = run(*STATED, "sh", "-c", "exit 0")
     assert done.returncode == 0
-    line = r"zeus-plugins energy: [\d.]+ s, [\d.]+ J, [\d.]+ W on average \(" + re.escape(SOURCE) + r"; scope: gpu\)\n"
+    line = r"zeus-plugins energy: [\d.]+ s, [\d.]+ J, [\d.]+ W on average \(" + re.escape(SOURCE) + r"\)\n"
     assert re.fullmatch(line, done.stderr), done.stderr
 
 
@@ -192,6 +191,20 @@ def test_removed_monitor_is_refused_with_the_replacement(capfd: pytest.CaptureFi
     with pytest.raises(SystemExit, match="2"):
         main(["energy", "--monitor", "amdsmi", "--", "true"])
     assert "amdsmi was removed: Zeus reads AMD GPUs" in capfd.readouterr().err
+
+
+def test_removed_scope_is_refused_with_the_replacement(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["energy", "--scope", "node", "--", "true"])
+    assert "removed: the monitor's devices count; --monitor rapl measures CPU and memory" in capfd.readouterr().err
+
+
+def test_command_is_measured_on_a_gpu_without_a_limit_if_its_watts_are_stated(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(max_power_mw=None, limit_mw=None)]))
+    assert main(["energy", "--json", "--monitor", "nvml", "--power-w", "80", "--", "true"]) == 0
+    assert json.loads(capfd.readouterr().err)["max_power"] == 80.0
 
 
 class Losing(FakeNvml):

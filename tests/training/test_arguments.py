@@ -43,6 +43,7 @@ def test_metric_is_positional_and_options_are_named(callback: Any) -> None:
     ("said", "problem"),
     [
         ({"probe": "off"}, "has no probe=: trainings no longer time other batch sizes: leave it out"),
+        ({"energy_scope": "node"}, "has no energy_scope=: the energy of the training devices counts"),
         ({"token": "zbso_1"}, "has no token=: set the environment variable ZEUS_BSO_TOKEN or ZEUS_BSO_TOKEN_FILE"),
         ({"quiet": True}, r"has no quiet=: logging\.getLogger\('zeus_plugins'\)\.setLevel\('WARNING'\) leaves out"),
         ({"restart": True}, "has no restart=: on_failure='finish' continues from the present weights"),

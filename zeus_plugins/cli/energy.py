@@ -57,6 +57,10 @@ def _monitor_name(text: str) -> str:
     return text
 
 
+def _no_scope(_: str) -> str:
+    raise argparse.ArgumentTypeError("removed: the monitor's devices count; --monitor rapl measures CPU and memory")
+
+
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``energy``."""
     parser = commands.add_parser(
@@ -80,12 +84,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="watts at full load, for an estimate and for devices without a power limit (default: "
         "ZEUS_ESTIMATED_POWER_W)",
     )
-    parser.add_argument(
-        "--scope",
-        choices=("gpu", "node"),
-        default="gpu",
-        help="devices whose energy counts: the GPUs, or also CPU packages and memory (default %(default)s)",
-    )
+    parser.add_argument("--scope", type=_no_scope, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--output", type=Path, help="write to this file instead of standard error")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command to run")
@@ -116,13 +115,10 @@ def _energy(options: argparse.Namespace) -> int:
 
 def _measured(command: Sequence[str], options: argparse.Namespace) -> tuple[int, str]:
     """Run the command; return the exit status and the text of the measurement."""
-    from zeus_plugins.energy.auto import whole_node
     from zeus_plugins.energy.counters import Sampler
     from zeus_plugins.energy.meter import EpochMeter
 
     monitor = _make(options.monitor, options.power_w)
-    if options.scope == "node":
-        monitor = whole_node(monitor, options.power_w)
     gpus = monitor.gpus()
     meter = EpochMeter(monitor)
     meter.begin()
@@ -141,7 +137,7 @@ def _measured(command: Sequence[str], options: argparse.Namespace) -> tuple[int,
     if not options.json:
         told = f"{time_s:.4g} s, {energy_j:.4g} J, {mean_power_w:.4g} W on average"
         extras = "".join(f", {name} {value:.4g}" for name, value in found.items())
-        return status, f"zeus-plugins energy: {told} ({meter.source}; scope: {options.scope}){extras}"
+        return status, f"zeus-plugins energy: {told} ({meter.source}){extras}"
     return status, json.dumps(
         {
             "command": list(command),
@@ -150,7 +146,6 @@ def _measured(command: Sequence[str], options: argparse.Namespace) -> tuple[int,
             "energy_j": energy_j,
             "mean_power_w": mean_power_w,
             "energy_source": meter.source,
-            "energy_scope": options.scope,
             **gpus.model_dump(),
             **found,
         }

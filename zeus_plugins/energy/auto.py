@@ -7,10 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from zeus_plugins.energy import nvml, rapl
-from zeus_plugins.energy.counters import CounterMonitor
 from zeus_plugins.energy.estimate import EstimateMonitor, board_model
 from zeus_plugins.energy.monitor import (
     DEFAULT_ESTIMATED_POWER_W,
@@ -24,9 +22,6 @@ from zeus_plugins.energy.monitor import (
     warn_once,
 )
 from zeus_plugins.environment import ESTIMATED_POWER_W
-
-EnergyScope = Literal["gpu", "node"]
-"""The devices whose energy counts: the training's devices, or also the CPU packages and memory of the node."""
 
 _KFD = Path("/dev/kfd")
 """The file that AMD's driver shows if GPUs can compute."""
@@ -152,25 +147,3 @@ def _cuda_model() -> str | None:
         return str(torch.cuda.get_device_properties(0).name) if torch and torch.cuda.is_initialized() else None
     except (AttributeError, RuntimeError, AssertionError):
         return None
-
-
-def whole_node(
-    devices: EnergyMonitor, estimated_power_w: float | None = None, powercap: Path = rapl.POWERCAP
-) -> EnergyMonitor:
-    """Return a monitor of the measured GPUs together with their node's CPU packages and memory (RAPL).
-
-    If the packages cannot be read, warn and return `devices`. If `devices` already measures the packages, or is an
-    estimate, return it unchanged.
-    """
-    if not isinstance(devices, CounterMonitor) or isinstance(devices, rapl.RaplMonitor):
-        return devices
-    try:
-        choice = rapl.probe(MonitorRequest((), estimated_power_w), powercap)
-    except EnergyUnavailableError as unavailable:
-        warn_once(f"energy_scope='node' measures the training devices only: {unavailable.cause}")
-        return devices
-    if choice is None or not isinstance(choice.monitor, CounterMonitor):
-        return devices
-    if choice.warning is not None:
-        warn_once(choice.warning)
-    return devices.joined(choice.monitor)

@@ -173,12 +173,6 @@ class Found(NamedTuple):
     notes: Callable[[Collection[int]], Sequence[str]] = lambda _own: ()
 
 
-def _joined(find: Callable[[], Found], find_other: Callable[[], Found]) -> Found:
-    found, other = find(), find_other()
-    parts = " and ".join(dict.fromkeys(device.part.upper() for device in other.devices))
-    return found._replace(devices=[*found.devices, *other.devices], model=f"{found.model} with {parts}")
-
-
 class _Reading(NamedTuple):
     time_s: float
     energies_uj: tuple[int, ...]
@@ -224,17 +218,6 @@ class CounterMonitor:
         self._notes: dict[str, int] = {}
         self._looks = 0
         self._sampler: Sampler | None = None  # while a window is open
-
-    def joined(self, other: CounterMonitor) -> CounterMonitor:
-        """Return a monitor of the devices of both monitors; the name of its model includes the other monitor's parts.
-
-        If the energy scope of a job changes, its model therefore changes, so that its earlier costs are no longer used.
-        """
-        source, find = f"{self.source} and {other.source}", partial(_joined, self._find, other._find)
-        interval_s = self._sample_interval_s or other._sample_interval_s
-        joined = CounterMonitor(source, find, self._clock, interval_s, self._stated_power_w, self._sleep)
-        joined.include(self._own_processes)
-        return joined
 
     def gpus(self) -> GpuConfig:
         """Describe the devices; their maximum power is the sum of the highest settable limits, in watts."""

@@ -39,7 +39,7 @@ class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
         totals = checkpointed(state).get(_STATE_KEY)
         if totals is not None and not self._run.is_measuring:
             self._run.restore(totals)
-        self._run.begin(HuggingFacePort(trainer), self._energy_monitor, self._energy_scope)
+        self._run.begin(HuggingFacePort(trainer), self._energy_monitor)
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log the previous epoch, if another callback has cancelled its evaluation."""

@@ -33,7 +33,7 @@ class ZeusEnergyCallback(EnergyTotals, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_rehearsal(trainer):
             return
-        self._run.begin(LightningPort(trainer), self._energy_monitor, self._energy_scope)
+        self._run.begin(LightningPort(trainer), self._energy_monitor)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics = self._run.end_epoch()

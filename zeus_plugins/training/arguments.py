@@ -15,7 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from zeus_plugins.client.connect import check_server_url
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
-from zeus_plugins.energy.auto import EnergyScope
 from zeus_plugins.environment import POWER_LIMIT_COMMAND, TOKEN, TOKEN_FILE
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, MAX_MARGINS, MAX_WATCHED, JobSpec, MetricName
@@ -38,7 +37,6 @@ class TrialOptions:
     server_url: str | None = None
     lr_scaling: str = "auto"
     energy_monitor: EnergyMonitor | WindowMonitor | None = None
-    energy_scope: EnergyScope = "gpu"
     max_per_device_batch_size: int | None = None
     on_failure: OnFailure = "raise"
     after_target: AfterTarget = "stop"
@@ -47,7 +45,6 @@ class TrialOptions:
 
     def __post_init__(self) -> None:
         check_choice("on_failure", self.on_failure, OnFailure)
-        check_scope(self.energy_scope, self.energy_monitor)
         check_choice("after_target", self.after_target, AfterTarget)
         check_choice("steps", self.steps, Steps)
         check_count("max_per_device_batch_size", self.max_per_device_batch_size)
@@ -79,6 +76,7 @@ _NAMES_BY_ANSWER = {
     "the metric is the first argument, or monitor=": "metric metric_for_best_model metric_name",
     "say target=…, the value of the metric at which the training is done": "stopping_threshold target_metric threshold",
     "say server_url=…": "url",
+    "the energy of the training devices counts; energy_monitor= takes a monitor of others": "energy_scope",
     "logging.getLogger('zeus_plugins').setLevel('WARNING') leaves out the lines": "quiet verbose",
     "trainings no longer time other batch sizes: leave it out": "probe",
     "on_failure='finish' continues from the present weights, or from the first ones if the run has diverged": "restart",
@@ -117,13 +115,6 @@ def check_choice(name: str, value: str, choices: Any) -> None:
     *others, last = map(repr, get_args(choices))
     if value not in get_args(choices):
         raise ZeusBSOConfigError(f"{name} is {value!r}: choose {', '.join(others)} or {last}")
-
-
-def check_scope(scope: str, monitor: EnergyMonitor | WindowMonitor | None) -> None:
-    """Raise `ZeusBSOConfigError` if `scope` is unknown, or is ``"node"`` while the user has given a monitor."""
-    check_choice("energy_scope", scope, EnergyScope)
-    if scope == "node" and monitor is not None:
-        raise ZeusBSOConfigError("energy_scope='node' chooses the monitors: leave out energy_monitor")
 
 
 def checked_sizes(batch_sizes: Any) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Never
 
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
-from zeus_plugins.energy.auto import EnergyScope
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice
 from zeus_plugins.training.arguments import (
@@ -40,7 +39,6 @@ class BatchSizeArguments:
         server_url: str | None = None,
         lr_scaling: Literal["none", "linear", "sqrt", "auto"] = "auto",
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
-        energy_scope: EnergyScope = "gpu",
         max_per_device_batch_size: int | None = None,
         on_failure: OnFailure = "raise",
         after_target: AfterTarget = "stop",
@@ -74,9 +72,6 @@ class BatchSizeArguments:
                 and never lowers them (docs/schedules.md).
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
                 monitor of this machine.
-            energy_scope: ``"gpu"`` counts the energy of the training devices; ``"node"`` also that of the CPU packages
-                and memory beside GPUs, where it can be read (docs/energy.md). A change of scope is treated like a
-                change of hardware: the costs of the job's earlier trials no longer count.
             max_per_device_batch_size: Largest batch that fits on one device. For larger batches, the callback
                 increases Lightning's `accumulate_grad_batches` or Hugging Face's `gradient_accumulation_steps`.
             on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError`, just ``"stop"``, or
@@ -119,7 +114,6 @@ class BatchSizeArguments:
             server_url=server_url,
             lr_scaling=lr_scaling,
             energy_monitor=energy_monitor,
-            energy_scope=energy_scope,
             max_per_device_batch_size=max_per_device_batch_size,
             on_failure=on_failure,
             after_target=after_target,

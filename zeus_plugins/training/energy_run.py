@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Never
 
 from zeus_plugins.energy import EnergyMonitor, EpochMeter, WindowMonitor
-from zeus_plugins.energy.auto import EnergyScope
 from zeus_plugins.placement import Ranks
-from zeus_plugins.training.arguments import check_scope
+from zeus_plugins.training.arguments import refuse_unknown
 from zeus_plugins.training.port import TrainingMonitor
 
 
@@ -27,17 +27,16 @@ class EnergyRun:
         """Let the next `begin` continue from the totals in a checkpoint (`state`), or from zero if it is empty."""
         self.totals = dict(state)
 
-    def begin(self, ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope = "gpu") -> None:
+    def begin(self, ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None) -> None:
         """Begin to measure, unless a measurement is open; all processes of the training make this call.
 
         Args:
             ranks: The processes.
             monitor: Measures the devices of one machine. None: the best monitor.
-            scope: Devices whose energy counts.
         """
         if self._monitors is not None:
             return
-        self._monitors = monitors = TrainingMonitor(ranks, monitor, scope)
+        self._monitors = monitors = TrainingMonitor(ranks, monitor)
         monitors.synchronize()
         if ranks.rank == 0:
             meter = EpochMeter(monitors.monitor(), self.totals)
@@ -79,22 +78,19 @@ class EnergyRun:
 class EnergyTotals:
     """Constructor and results of the energy callbacks."""
 
-    def __init__(
-        self, energy_monitor: EnergyMonitor | WindowMonitor | None = None, *, energy_scope: EnergyScope = "gpu"
-    ) -> None:
+    def __init__(self, energy_monitor: EnergyMonitor | WindowMonitor | None = None, **unknown: Never) -> None:
         """Keep the arguments; the training begins later.
 
         Args:
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
                 monitor of this machine.
-            energy_scope: ``"gpu"`` counts the energy of the training devices; ``"node"`` also that of the CPU packages
-                and memory beside GPUs, where it can be read.
+            **unknown: Not allowed: raises an error that names the right argument.
 
         Raises:
-            ZeusBSOConfigError: `energy_scope` is unknown, or is ``"node"`` beside an `energy_monitor`.
+            ZeusBSOConfigError: An argument is unknown.
         """
-        check_scope(energy_scope, energy_monitor)
-        self._energy_monitor, self._energy_scope = energy_monitor, energy_scope
+        refuse_unknown(type(self), unknown)
+        self._energy_monitor = energy_monitor
         self._run = EnergyRun()
 
     @property

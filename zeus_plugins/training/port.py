@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
-from zeus_plugins.energy.auto import EnergyScope, whole_node
 from zeus_plugins.energy.counters import CounterMonitor
 from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -228,25 +227,20 @@ def splits_of(
     return splits
 
 
-def node_monitor(
-    place: Placement, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope = "gpu"
-) -> EnergyMonitor:
-    """Return the user's monitor, or the best one for this machine: for its training devices, or for the whole node."""
+def node_monitor(place: Placement, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
+    """Return the user's monitor, or the best one for the training devices of this machine."""
     found = as_energy_monitor(monitor or energy.auto(device_indices=place.gpus))
     if isinstance(found, energy.EstimateMonitor | CounterMonitor):
         found.include(place.processes)
-    if scope == "node":
-        found = whole_node(found)
-    _logger.info("energy_scope: %s, %s", scope, found.source)
     return found
 
 
 class TrainingMonitor:
     """Monitor of the devices of all machines of a training. All ranks construct it and call `synchronize` together."""
 
-    def __init__(self, ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope) -> None:
+    def __init__(self, ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None) -> None:
         self.place = place = placed(ranks)
-        self._here = partial(node_monitor, place, monitor, scope)
+        self._here = partial(node_monitor, place, monitor)
         self._cluster: ClusterMonitor | None = None
         if place.machines > 1:
             measure = self._here if place.is_first else None

@@ -442,7 +442,7 @@ class ActiveRun:
         self._session: TrialSession | None = None  # only on rank 0
         self._own_size = own_size = plan.job.default_batch_size
         with ExitStack() as opened:
-            self._monitors = TrainingMonitor(port, options.energy_monitor, options.energy_scope)
+            self._monitors = TrainingMonitor(port, options.energy_monitor)
             opened.callback(self._monitors.close)
 
             def enter() -> tuple[Any, ...]:
