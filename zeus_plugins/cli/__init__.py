@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeus_plugins.cli import doctor, energy, master, sync
 from zeus_plugins.errors import ZeusBSOError
-from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, package_version, printable
+from zeus_plugins.protocol import package_version, printable
 
 _DEFAULT_RECURRENCES = 20
 
@@ -52,12 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--directory", type=Path, default=Path(".demo"), help="directory of the results (default %(default)s)"
     )
-    demo.add_argument(
-        "--policy",
-        choices=OWN_POLICIES,
-        default=GP_VOI,
-        help="policy that chooses batch sizes (default %(default)s; zeus is the policy of the Zeus paper)",
-    )
+    demo.add_argument("--policy", help=argparse.SUPPRESS)
     demo.add_argument("--open", action="store_true", help="open the server's pages in a browser")
     demo.set_defaults(run=_demo)
     doctor.add_parser(commands)
@@ -68,8 +63,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> None:
+    if options.policy:
+        raise ZeusBSOError("--policy was removed: `python -m benchmarks.policies report` compares policies")
     try:
         from zeus_plugins.demo.runner import run_demo
     except ModuleNotFoundError as error:
         raise ZeusBSOError(f"{error.name} is not installed: pip install 'zeus-plugins[demo]'") from None
-    run_demo(options.recurrences, options.directory, options.policy, opens=options.open)
+    run_demo(options.recurrences, options.directory, opens=options.open)

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from zeus_plugins.demo import JOB
 from zeus_plugins.errors import ZeusBSOTrainFailError
 from zeus_plugins.lightning import ZeusBSOCallback
-from zeus_plugins.protocol import OWN_POLICIES
 
 Batch = tuple[Tensor, Tensor]
 
@@ -66,15 +65,14 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9)
 
 
-def train(server_url: str, seed: int, policy: str) -> None:
+def train(server_url: str, seed: int) -> None:
     """Train once; raise `ZeusBSOTrainFailError` if the trial ends without reaching the target."""
     # More threads would not speed up so small a network, and would compete for the cores of a small machine.
     torch.set_num_threads(1)
     seed_everything(seed, verbose=False)
-    job = JOB.model_copy(update={"policy": policy})
     trainer = Trainer(
         max_epochs=JOB.max_epochs,
-        callbacks=[ZeusBSOCallback(job, monitor="val_acc", server_url=server_url)],
+        callbacks=[ZeusBSOCallback(JOB, monitor="val_acc", server_url=server_url)],
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -89,10 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server-url", required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--policy", choices=OWN_POLICIES, default=JOB.policy)
     options = parser.parse_args(arguments)
     try:
-        train(options.server_url, options.seed, options.policy)
+        train(options.server_url, options.seed)
     except ZeusBSOTrainFailError as failure:
         print(failure, file=sys.stderr)
         return ZeusBSOTrainFailError.exit_status

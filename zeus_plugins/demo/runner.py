@@ -22,17 +22,7 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.demo import JOB
 from zeus_plugins.demo.processes import Launcher
 from zeus_plugins.errors import ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTrainFailError
-from zeus_plugins.protocol import (
-    GP_VOI,
-    ZEUS,
-    JobSpec,
-    JobView,
-    TrialState,
-    TrialView,
-    is_estimated,
-    is_time_alone,
-    printable,
-)
+from zeus_plugins.protocol import JobView, TrialState, TrialView, is_estimated, is_time_alone, printable
 
 _POLL_S = 0.3
 _SERVER_START_S = 60.0
@@ -40,7 +30,7 @@ _SERVER_START_S = 60.0
 _MAX_TRIES = len(JOB.batch_sizes) + 1
 
 
-def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, opens: bool = False) -> None:
+def run_demo(recurrences: int, directory: Path, *, opens: bool = False) -> None:
     """Let the job recur, each time until its training reaches the target, and show the runs on the terminal.
 
     Write a database to `directory`, and replace the files of an earlier demo. With `opens`, open the server's dashboard
@@ -49,31 +39,30 @@ def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, ope
     Raises:
         ZeusBSORuntimeError: The server did not start, or a training broke.
     """
-    began = time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
     launcher = Launcher("zeus_plugins.demo.digits")
     database_url, log = f"sqlite:///{directory.resolve() / 'bso.sqlite3'}", directory / "training.log"
     for leftover in directory.glob("bso.sqlite3*"):
         leftover.unlink()
-    display = Display(JOB.model_copy(update={"policy": policy}), recurrences)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     with (
         _server(database_url, directory / "server.log") as server_url,
         BsoClient(server_url) as client,
     ):
-        display.introduce(f"{server_url}/ui/")
+        _introduce(console, recurrences, f"{server_url}/ui/")
         if opens:
             webbrowser.open(f"{server_url}/ui/")
         seed = 0
         for recurrence in range(1, recurrences + 1):
             for _try in range(_MAX_TRIES):
                 seed += 1
-                arguments = ["--server-url", server_url, "--seed", str(seed), "--policy", policy]
+                arguments = ["--server-url", server_url, "--seed", str(seed)]
                 reached = _finished(launcher.start(arguments, log), log)
-                display.settle(recurrence, client.show_job(JOB.job_id or "").trials[-1])
+                _show(console, recurrence, client.show_job(JOB.job_id or "").trials[-1])
                 if reached:
                     break
         job = client.show_job(JOB.job_id or "")
-    display.conclude(job, time.monotonic() - began, database_url)
+    _conclude(console, job, database_url)
 
 
 @contextmanager
@@ -122,81 +111,59 @@ _OUTCOMES = {
     TrialState.EXHAUSTED: "[yellow]out of epochs[/]",
 }
 
-_HOW_SIZES_ARE_CHOSEN = {
-    GP_VOI: (
-        "The server tries a new size if later runs are expected to save more than the trial costs. Otherwise it uses "
-        "the best size so far."
-    ),
-    ZEUS: "First the server explores the sizes. Then it plays the cheap ones more and more.",
-}
-
 # Columns of an output that is no terminal.
 _WIDTH = 100
 
 
-class Display:
-    """Shows each ended trial as a row of a table."""
+def _introduce(console: Console, recurrences: int, dashboard_url: str) -> None:
+    """Introduce the job, print the dashboard's URL, and begin a table of trials."""
+    for paragraph in (
+        f"A network learns handwritten digits until {JOB.target_metric:.0%} of the validation images are right. "
+        f"This training recurs {recurrences} times, each time in a new process.",
+        f"Each run asks a server for its batch size, one of {', '.join(map(str, JOB.batch_sizes))}. The default, "
+        f"which it would have without the server, is {JOB.default_batch_size}, as copied from a larger training. "
+        "At the end it reports its cost in joules: half the energy plus half of maximum power × time.",
+        "The server tries a new size if later runs are expected to save more than the trial costs. Otherwise it uses "
+        "the best size so far.",
+    ):
+        console.print(paragraph, end="\n\n")
+    console.print(f"Watch it live: {dashboard_url}", end="\n\n", soft_wrap=True)
+    console.print(_row(_COLUMNS, style="bold"))
 
-    def __init__(self, job: JobSpec, recurrences: int) -> None:
-        self._job = job
-        self._recurrences = recurrences
-        self._console = Console(width=None if sys.stdout.isatty() else _WIDTH)
 
-    def introduce(self, dashboard_url: str) -> None:
-        """Introduce the job, print the dashboard's URL, and begin the table."""
-        job = self._job
-        for paragraph in (
-            f"A network learns handwritten digits until {job.target_metric:.0%} of the validation images are right. "
-            f"This training recurs {self._recurrences} times, each time in a new process.",
-            f"Each run asks a server for its batch size, one of {', '.join(map(str, job.batch_sizes))}. The default, "
-            f"which it would have without the server, is {job.default_batch_size}, as copied from a larger training. "
-            "At the end it reports its cost in joules: half the energy plus half of maximum power × time.",
-            _HOW_SIZES_ARE_CHOSEN[job.policy],
-        ):
-            self._console.print(paragraph, end="\n\n")
-        self._console.print(f"Watch it live: {dashboard_url}", end="\n\n", soft_wrap=True)
-        self._console.print(_row(_COLUMNS, style="bold"))
+def _show(console: Console, recurrence: int, trial: TrialView) -> None:
+    """Show an ended trial as a row of the table."""
+    cells = [
+        str(recurrence),
+        str(trial.batch_size),
+        _number(trial.epochs, 0),
+        _number(trial.time_s, 1),
+        _number(trial.cost_j, 0),
+        _OUTCOMES.get(trial.state, trial.state),
+        escape(printable(trial.reason)),
+    ]
+    console.print(_row(cells))
 
-    def settle(self, recurrence: int, trial: TrialView) -> None:
-        """Show an ended trial."""
-        cells = [
-            str(recurrence),
-            str(trial.batch_size),
-            _number(trial.epochs, 0),
-            _number(trial.time_s, 1),
-            _number(trial.cost_j, 0),
-            _OUTCOMES.get(trial.state, trial.state),
-            escape(printable(trial.reason)),
-        ]
-        self._console.print(_row(cells))
 
-    def conclude(self, job: JobView, wall_s: float, database_url: str) -> None:
-        """Print the verdict, the use of the seconds with the start of all processes, and ways to look again."""
-        trials, savings = job.trials, job.savings
-        say = self._console.print
-        say()
-        for line in filter(None, (f"[bold]{savings.claim}.[/]", savings.evidence, savings.so_far)):
-            say(line)
-        if not savings.is_shown:
-            say("Let the job recur more often: --recurrences says how often.")
-        reached_s = sum(trial.time_s or 0 for trial in trials if trial.state is TrialState.COMPLETED)
-        stopped_s = sum(trial.time_s or 0 for trial in trials if trial.state is not TrialState.COMPLETED)
-        say(
-            f"Where the {wall_s:.0f} s went: {reached_s:.0f} s in trainings that reached the target, "
-            f"{stopped_s:.0f} s in trainings that were stopped, {wall_s - reached_s - stopped_s:.0f} s in "
-            "starting the server and the processes."
-        )
-        sources = sorted({trial.energy_source or "not measured" for trial in trials})
-        meaning = ""
-        if all(map(is_time_alone, sources)):
-            meaning = ". No energy counter was found here: the costs only say what takes less time"
-        elif any(map(is_estimated, sources)):
-            meaning = ". No energy counter was found here: energies and costs are estimated"
-        say(f"Energy: {', '.join(sources)}{meaning}.")
-        show = f"jobs show {job.job.job_id} --database-url {database_url}"
-        say(f"Look again: {_command('bso-server')} {show}", soft_wrap=True)
-        serve = f"{_command('bso-server')} serve --database-url {database_url}"
-        say(f"Look at it: {serve}, then open http://127.0.0.1:8000/ui/jobs/{job.job.job_id}", soft_wrap=True)
+def _conclude(console: Console, job: JobView, database_url: str) -> None:
+    """Print the verdict, the sources of the energy, and ways to look again."""
+    say, savings = console.print, job.savings
+    say()
+    for line in filter(None, (f"[bold]{savings.claim}.[/]", savings.evidence, savings.so_far)):
+        say(line)
+    if not savings.is_shown:
+        say("Let the job recur more often: --recurrences says how often.")
+    sources = sorted({trial.energy_source or "not measured" for trial in job.trials})
+    meaning = ""
+    if all(map(is_time_alone, sources)):
+        meaning = ". No energy counter was found here: the costs only say what takes less time"
+    elif any(map(is_estimated, sources)):
+        meaning = ". No energy counter was found here: energies and costs are estimated"
+    say(f"Energy: {', '.join(sources)}{meaning}.")
+    show = f"jobs show {job.job.job_id} --database-url {database_url}"
+    say(f"Look again: {_command('bso-server')} {show}", soft_wrap=True)
+    serve = f"{_command('bso-server')} serve --database-url {database_url}"
+    say(f"Look at it: {serve}, then open http://127.0.0.1:8000/ui/jobs/{job.job.job_id}", soft_wrap=True)
 
 
 _COLUMNS = ("run", "size", "epochs", "seconds", "cost J", "outcome", "why this size")
