@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,6 @@ from tests.support.masters import (
     SIZES,
     WRITES_A_RESULT,
     Listed,
-    assert_runs_are_jobs,
     job_of,
     master_of,
     python_job,
@@ -91,8 +92,10 @@ def test_rule_auto_follows_the_jobs_optimizer(optimizer: str, rate: float) -> No
 # A single run.
 
 
-def test_log_directory_contains_job_knobs_and_time(tmp_path: Path) -> None:
-    master = master_of(tmp_path, now=lambda: datetime(2026, 3, 1, 12, 5, 9))
+def test_log_directory_contains_job_knobs_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=lambda: datetime(2026, 3, 1, 12, 5, 9))
+    monkeypatch.setattr("zeus_plugins.master.runner.datetime", clock)
+    master = master_of(tmp_path)
     made = master.build_logdir(job_of(), 12, 0.5, 2.0)
     assert made == str(tmp_path / "logs" / "tiny+x12+eta0.5+beta2.0+20260301-120509")
     assert Path(made).is_dir()
@@ -125,27 +128,17 @@ def test_missing_bound_makes_the_threshold_infinite(tmp_path: Path) -> None:
     assert (tmp_path / "rec01+try01.train.log").read_text() == "inf\n"
 
 
-def test_output_of_a_script_is_shown_while_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_script_reaches_its_log_while_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    shown: list[str] = []
-    go = tmp_path / "go"
+    log = tmp_path / "rec01+try01.train.log"
+    run_once(tmp_path, REACHES + f"\nprint('hear me')\nprint(open({str(log)!r}).read(), end='')")
+    assert log.read_text() == "hear me\n" * 2
 
-    class Listening:
-        def began(self, state: MasterState) -> None: ...
-        def launched(self, run: Any) -> None: ...
-        def ended(self, run: Run) -> None: ...
 
-        def printed(self, text: str) -> None:
-            shown.append(text)
-            go.touch()  # The script ends once its output has arrived.
-
-    program = REACHES + (
-        "\nimport time\nprint('hear me')\nfor _ in range(300):\n"
-        f" if os.path.exists({str(go)!r}): break\n time.sleep(0.1)\n"
-        "print('end' if _ < 299 else 'unheard', end='')"
-    )
-    run_once(tmp_path, program, listener=Listening())
-    assert shown == ["hear me\n", "end"]
+def test_removed_arguments_are_refused_with_the_replacement(tmp_path: Path) -> None:
+    for name, instead in (("executor", "command submit the run and wait"), ("listener", "output is in its log")):
+        with pytest.raises(ZeusBSOConfigError, match=f"ZeusMaster has no {name}=: .*{instead}"):
+            master_of(tmp_path, **{name: object()})
 
 
 def test_old_result_is_not_mistaken_for_a_new_result(tmp_path: Path) -> None:
@@ -480,8 +473,15 @@ def test_unreachable_server_yields_no_claim(server: ServerProcess) -> None:
         assert optimizer.savings() is None
 
 
-def test_executor_of_the_documentation_runs_jobs(tmp_path: Path) -> None:
-    shown = (ROOT / "docs" / "master.md").read_text().partition("### An executor of your own")[2]
-    names: dict[str, Any] = {}
-    exec(shown.partition("```python\n")[2].partition("```")[0], names)  # noqa: S102 - our own page
-    assert_runs_are_jobs(names["WaitingExecutor"](), tmp_path)
+def test_script_of_the_documentation_submits_a_run_with_its_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = (ROOT / "docs" / "master.md").read_text().partition("`submit.sh` may be:")[2]
+    submit, ray = tmp_path / "submit.sh", tmp_path / "ray"
+    submit.write_text(shown.partition("```sh\n")[2].partition("```")[0])
+    ray.write_text('#!/bin/sh\nshift 3\nexec env -i PATH="$PATH" "$@"\n')  # runs the command where nothing is set
+    for script in (submit, ray):
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = job_of([str(submit), "{python}", "-c", REACHES.replace("{", "{{").replace("}", "}}"), "{batch_size}"])
+    assert master_of(tmp_path).launch(job, planned(), tmp_path, 0.5).reached

@@ -9,7 +9,7 @@ import pytest
 from zeus_plugins.cli import doctor, main, sync
 from zeus_plugins.client.delivery import Delivered
 from zeus_plugins.errors import ZeusBSORuntimeError
-from zeus_plugins.master.history import Listener, Run
+from zeus_plugins.master.history import Run, ended_in_words
 
 FORGED = "x\nok       server       all is well\x1b[2J"
 SHOWN = r"x\nok       server       all is well\x1b[2J"
@@ -35,12 +35,10 @@ def test_commands_escape_text_of_fatal_error(
     assert capsys.readouterr().err == f"zeus-plugins: {SHOWN}\n"
 
 
-def test_line_of_a_master_escapes_the_reason_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_of_a_master_escapes_the_reason_of_a_run() -> None:
     measures = {"energy": 1.0, "time": 1.0, "cost": 1.0, "reached": False, "outcome": "failed", "reason": FORGED}
     run = Run(recurrence=1, tries=1, seed=1, job_id="job", bs=8, learning_rate=0.1, cost_ub=1.0, **measures)
-    Listener().ended(run)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"job: failed: {SHOWN}; ")
+    assert ended_in_words(run).startswith(f"job: failed: {SHOWN}; ")
 
 
 def test_doctor_escapes_texts_of_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ PUBLIC = {
     },
     "zeus_plugins.lightning": {"ZeusBSOCallback", "ZeusEnergyCallback", "ZeusPowerLimitCallback", *CALLBACKS},
     "zeus_plugins.master": {
-        *("Executor", "FailedTryError", "Job", "LocalExecutor", "MasterState"),
+        *("FailedTryError", "Job", "MasterState"),
         *("Run", "ServerOptimizer", "ZeusMaster"),
     },
     "zeus_plugins.optimizer": {"BatchSizeOptimizer"},

@@ -8,8 +8,7 @@ from typing import Any
 
 from tests.support import ROOT
 from tests.support.master_training import MAX_POWER_W
-from zeus_plugins.master import Job, MasterState, Run, ZeusMaster
-from zeus_plugins.master.executors import Executor
+from zeus_plugins.master import Job, Run, ZeusMaster
 from zeus_plugins.protocol import GpuConfig
 
 GPUS = GpuConfig(max_power=MAX_POWER_W, number_of_gpus=1, gpu_model="none")
@@ -87,20 +86,3 @@ result = {"energy": 30.0, "time": 0.5, "cost": 40.0, "num_epochs": 20, "reached"
 
 REACHES = WRITES_A_RESULT + "open(where, 'w').write(json.dumps(result))"
 """Ends once there is the file that GO names."""
-
-
-def assert_runs_are_jobs(executor: Executor, tmp_path: Path) -> Path:
-    """Play two recurrences, the second with a repeated run; return the folder of their logs."""
-    job = python_job("import sys\nprint('size', sys.argv[1])\nif sys.argv[1] == '32': sys.exit(3)\n" + REACHES)
-    folder = tmp_path / "here"
-    master_of(tmp_path, Listed(64, 32, 128), executor=executor).run(job, 2, SIZES, None, 0.5, logdir=folder)
-    history = MasterState.read(folder).history
-    assert [(run.job_id, run.bs, run.outcome) for run in history] == [
-        ("rec01+try01", 64, "completed"),
-        ("rec02+try01", 32, "failed"),
-        ("rec02+try02", 128, "completed"),
-    ]
-    assert history[1].reason == "exit status 3; its last words: size 32"
-    assert (folder / "rec02+try02.train.log").read_text() == "size 128\n"
-    assert list(folder.glob("*.running")) == []
-    return folder

@@ -6,17 +6,14 @@ Importing this package loads neither torch nor the server.
 
 from __future__ import annotations
 
-from zeus_plugins.master.executors import Executor, LocalExecutor
 from zeus_plugins.master.history import MasterState, Run
 from zeus_plugins.master.job import Job
 from zeus_plugins.master.optimizers import ServerOptimizer
 from zeus_plugins.master.runner import FailedTryError, ZeusMaster
 
 __all__ = [
-    "Executor",
     "FailedTryError",
     "Job",
-    "LocalExecutor",
     "MasterState",
     "Run",
     "ServerOptimizer",

@@ -1,4 +1,7 @@
-"""The execution of a run's command; on this machine, as a process that continues if its master is killed.
+"""The execution of a run's command, as a process that continues if its master is killed.
+
+Each command leads a process group of its own, so that Ctrl-C at the terminal reaches only the master, which then ends
+the command. When a command ends, the rest of its group is killed.
 
 A run writes its output to its log, not to a pipe of the master, and locks a file until it ends. By the lock, a resumed
 master recognises that a killed master's run is still running, and waits for the run.
@@ -12,19 +15,18 @@ import math
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from zeus_plugins.errors import ZeusBSOConfigError
 
 _POLL_S = 0.2
 
-Show = Callable[[str], None]
+# Time for a command to end after SIGINT, and again after SIGTERM.
+_GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -38,95 +40,70 @@ class Launch:
 
     @property
     def marker(self) -> Path:
-        """The file by which an executor finds the run again."""
+        """The file by which a resumed master finds the run again."""
         return self.log.with_suffix(".running")
 
 
-class Executor(Protocol):
-    """Executes one command at a time."""
+def execute(launch: Launch) -> int:
+    """Execute a command to its end; return its exit status, −n after signal n.
 
-    def run(self, launch: Launch, show: Show) -> int:
-        """Execute a command to its end, and show its output live; return its exit status, −n after signal n.
+    If an exception, such as KeyboardInterrupt, interrupts the wait, end the command.
 
-        If an exception, such as KeyboardInterrupt, interrupts the wait, end the command.
-
-        Raises:
-            ZeusBSOConfigError: The command cannot be started.
-        """
-
-    def adopt(self, launch: Launch, show: Show) -> bool:
-        """Wait for a command that a killed master left running, as `run` does; return False if there is none."""
-
-
-class LocalExecutor:
-    """An `Executor` of processes on this machine.
-
-    Each command leads a process group of its own, so that Ctrl-C at the terminal reaches only the master, which then
-    ends the command. When a command ends, the executor kills the rest of its group.
-
-    Args:
-        grace_s: Time for the command to end after SIGINT, and again after SIGTERM, in seconds.
+    Raises:
+        ZeusBSOConfigError: The command cannot be started.
     """
-
-    def __init__(self, *, grace_s: float = 10.0) -> None:
-        self._grace_s = grace_s
-
-    def run(self, launch: Launch, show: Show) -> int:
-        """See `Executor.run`."""
-        with lock_file(launch.marker) as lock:
-            if not try_lock(lock):
-                raise ZeusBSOConfigError(f"the run of {launch.log} is still running: resume its master to wait for it")
-            offset = launch.log.stat().st_size if launch.log.exists() else 0
-            process = _started(launch, lock)
-            os.truncate(lock, 0)
-            os.pwrite(lock, str(process.pid).encode(), 0)
-        # The command has inherited the lock.
-        try:
-            with shown_live(launch.log, show, offset=offset):
-                _wait_unreaped(process)
-        except BaseException:
-            self._end(process.pid, lambda timeout_s: _has_ended(process, timeout_s))
-            raise
-        finally:
-            if process.returncode is None:
-                _signal_group(process.pid, signal.SIGKILL)
-                process.wait()
-            launch.marker.unlink(missing_ok=True)
-        return process.returncode
-
-    def adopt(self, launch: Launch, show: Show) -> bool:
-        """See `Executor.adopt`."""
-        if not launch.marker.exists():
-            return False
-        with lock_file(launch.marker) as lock:
-            if try_lock(lock):
-                return False
-            try:
-                with shown_live(launch.log, show, offset=0):
-                    _lock_within(lock, math.inf)
-            except BaseException:
-                pid = os.pread(lock, 20, 0)
-                if pid:
-                    self._end(int(pid), lambda timeout_s: _lock_within(lock, timeout_s))
-                raise
+    with lock_file(launch.marker) as lock:
+        if not try_lock(lock):
+            raise ZeusBSOConfigError(f"the run of {launch.log} is still running: resume its master to wait for it")
+        process = _started(launch, lock)
+        os.truncate(lock, 0)
+        os.pwrite(lock, str(process.pid).encode(), 0)
+    # The command has inherited the lock.
+    try:
+        _wait_unreaped(process)
+    except BaseException:
+        _end(process.pid, lambda timeout_s: _has_ended(process, timeout_s))
+        raise
+    finally:
+        if process.returncode is None:
+            _signal_group(process.pid, signal.SIGKILL)
+            process.wait()
         launch.marker.unlink(missing_ok=True)
-        return True
+    return process.returncode
 
-    def _end(self, pid: int, ended_within: Callable[[float], bool]) -> None:
-        """End a process group by SIGINT, SIGTERM and SIGKILL in turn; at another Ctrl-C, by SIGKILL at once."""
+
+def adopt(launch: Launch) -> None:
+    """Wait for a command that a killed master has left running, if there is one; interrupted as `execute`."""
+    if not launch.marker.exists():
+        return
+    with lock_file(launch.marker) as lock:
+        if try_lock(lock):
+            return
         try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                _signal_group(pid, number)
-                if ended_within(self._grace_s):
-                    return
-        except KeyboardInterrupt:
-            pass
-        _signal_group(pid, signal.SIGKILL)
-        ended_within(self._grace_s)
+            _lock_within(lock, math.inf)
+        except BaseException:
+            pid = os.pread(lock, 20, 0)
+            if pid:
+                _end(int(pid), lambda timeout_s: _lock_within(lock, timeout_s))
+            raise
+    launch.marker.unlink(missing_ok=True)
+
+
+def _end(pid: int, ended_within: Callable[[float], bool]) -> None:
+    """End a process group by SIGINT, SIGTERM and SIGKILL in turn; at another Ctrl-C, by SIGKILL at once."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            _signal_group(pid, number)
+            if ended_within(_GRACE_S):
+                return
+    except KeyboardInterrupt:
+        pass
+    _signal_group(pid, signal.SIGKILL)
+    ended_within(_GRACE_S)
 
 
 def _started(launch: Launch, lock: int) -> subprocess.Popen[bytes]:
-    # By default, Python buffers output to a file, so that it could not be shown live.
+    # By default, Python buffers output to a file, so that its reader would see it late.
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", **launch.environ}
     try:
         with launch.log.open("ab") as log:
@@ -145,34 +122,6 @@ def _started(launch: Launch, lock: int) -> subprocess.Popen[bytes]:
         raise ZeusBSOConfigError(
             f"{launch.command[0]} cannot be started in {where} ({error.strerror}): check the job's command and workdir"
         ) from None
-
-
-@contextmanager
-def shown_live(log: Path, show: Show, *, offset: int) -> Iterator[None]:
-    """Show whole lines that are appended to a log after `offset` bytes, from another thread."""
-    over = threading.Event()
-
-    def follow() -> None:
-        position, is_last = offset, False
-        while not is_last:
-            is_last = over.wait(_POLL_S)
-            if not log.exists():
-                continue
-            with log.open("rb") as file:
-                file.seek(position)
-                new = file.read()
-            whole = len(new) if is_last else new.rfind(b"\n") + 1
-            if whole:
-                show(new[:whole].decode(errors="replace"))
-            position += whole
-
-    thread = threading.Thread(target=follow, name="zeus-master-output", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def _wait_unreaped(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""The history of a master on disk, which determines the next run, and the lines on the terminal about it."""
+"""The history of a master on disk, which determines the next run, and its runs in words."""
 
 from __future__ import annotations
 
@@ -156,27 +156,16 @@ class MasterState(_Kept):
             raise ZeusBSOConfigError(f"{path} was not written by this version of the master: {error}") from None
 
 
-class Listener:
-    """Prints the scripts' output as it comes, a line when a run begins, and a line with its cost when it ends."""
+def begun_in_words(run: PlannedRun) -> str:
+    """Return a line with the settings of a run that begins."""
+    bound = "" if math.isinf(run.cost_ub) else f", at most {run.cost_ub:.4g} J"
+    return f"{run.job_id}: batch size {run.bs}, learning rate {run.learning_rate:.4g}{bound}"
 
-    def began(self, state: MasterState) -> None:
-        """Print the number of earlier runs, if any."""
-        if state.history:
-            print(f"resumed after {len(state.history)} runs", flush=True)
 
-    def launched(self, run: PlannedRun) -> None:
-        """Print the run's settings."""
-        bound = "" if math.isinf(run.cost_ub) else f", at most {run.cost_ub:.4g} J"
-        print(f"{run.job_id}: batch size {run.bs}, learning rate {run.learning_rate:.4g}{bound}", flush=True)
-
-    def printed(self, text: str) -> None:
-        """Print whole lines of a script's output; called from another thread."""
-        print(text, end="", flush=True)
-
-    def ended(self, run: Run) -> None:
-        """Print outcome and costs."""
-        outcome = printable(run.reason if run.was_measured else f"{run.outcome}: {run.reason}")
-        print(f"{run.job_id}: {outcome}; {run.time:.1f} s, {run.energy:.4g} J, cost {run.cost:.4g} J", flush=True)
+def ended_in_words(run: Run) -> str:
+    """Return a line with the outcome and the costs of a run."""
+    outcome = printable(run.reason if run.was_measured else f"{run.outcome}: {run.reason}")
+    return f"{run.job_id}: {outcome}; {run.time:.1f} s, {run.energy:.4g} J, cost {run.cost:.4g} J"
 
 
 def conclusion(history: Sequence[Run], savings: SavingsView | None) -> str:

@@ -6,20 +6,29 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 from zeus_plugins import energy, environment
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
-from zeus_plugins.master.executors import Executor, Launch, LocalExecutor, lock_file, try_lock
-from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, Listener, MasterState, PlannedRun, Run
+from zeus_plugins.master.executors import Launch, adopt, execute, lock_file, try_lock
+from zeus_plugins.master.history import (
+    HISTORY_FILE,
+    MAX_TRIES,
+    MasterState,
+    PlannedRun,
+    Run,
+    begun_in_words,
+    ended_in_words,
+)
 from zeus_plugins.master.job import Job
 from zeus_plugins.master.optimizers import ServerOptimizer
 from zeus_plugins.protocol import LEAST_TIME_S, MAX_DETAIL_LENGTH, GpuConfig, TrialState, cost
 from zeus_plugins.train_result import TrainResult, result_path
+from zeus_plugins.training.arguments import refuse_unknown
 from zeus_plugins.training.outcomes import outcome_of
 
 _LOCK_FILE = ".master.lock"
@@ -37,10 +46,8 @@ class ZeusMaster:
         seed: Seed of the first run; each run increments it.
         profile_warmup_iters: Iterations of warm-up for each power limit.
         profile_measure_iters: Iterations of measurement for each power limit.
-        executor: Executes the runs. None: a `LocalExecutor`.
         gpus: The accelerators that the job runs on, for the cost. None: the devices of this machine.
-        listener: Receives the master's events. None: a `Listener`, which prints lines.
-        now: Returns the present time, for the names of log directories.
+        **unknown: Not allowed: raises an error that names the right argument.
 
     Raises:
         ZeusBSOConfigError: An argument is invalid.
@@ -54,11 +61,10 @@ class ZeusMaster:
         profile_warmup_iters: int = 10,
         profile_measure_iters: int = 40,
         *,
-        executor: Executor | None = None,
         gpus: GpuConfig | None = None,
-        listener: Listener | None = None,
-        now: Callable[[], datetime] = datetime.now,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(type(self), unknown)
         if not hasattr(batch_size_optimizer, "observe_run"):
             raise ZeusBSOConfigError(
                 f"a {type(batch_size_optimizer).__name__} cannot choose the batch sizes: pass a ServerOptimizer, with "
@@ -73,10 +79,7 @@ class ZeusMaster:
         self._log_base = Path(log_base).absolute()
         self._seed = seed
         self._profile_params = f"{profile_warmup_iters},{profile_measure_iters}"
-        self._executor = executor or LocalExecutor()
         self._gpus = gpus
-        self._listener = listener or Listener()
-        self._now = now
 
     def build_logdir(
         self, job: Job, num_recurrence: int, eta_knob: float, beta_knob: float | None, exist_ok: bool = True
@@ -90,7 +93,7 @@ class ZeusMaster:
             FileExistsError: The directory exists, and `exist_ok` is false.
         """
         knobs = f"x{num_recurrence}+eta{eta_knob}+beta{beta_knob}"
-        path = self._log_base / f"{job.name}+{knobs}+{self._now():%Y%m%d-%H%M%S}"
+        path = self._log_base / f"{job.name}+{knobs}+{datetime.now():%Y%m%d-%H%M%S}"
         path.mkdir(parents=True, exist_ok=exist_ok)
         return str(path)
 
@@ -168,11 +171,11 @@ class ZeusMaster:
                 self._optimizer.interrupt()
             return list(recurring.state.history)
 
-    def launch(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False) -> TrainResult:
-        """Launch the script once, or with `adopt` wait for the run of a killed master, and return its result.
+    def launch(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopts: bool = False) -> TrainResult:
+        """Launch the script once, or if it `adopts`, wait for the run of a killed master, and return its result.
 
-        The master shows the script's output live and writes it to ``{logdir}/{job id}.train.log``. The script writes
-        its result to ``{logdir}/{job id}+bs{batch size}.train.json``.
+        The script's output goes to ``{logdir}/{job id}.train.log``. The script writes its result to
+        ``{logdir}/{job id}+bs{batch size}.train.json``.
 
         Raises:
             FailedTryError: The script left no result.
@@ -193,8 +196,8 @@ class ZeusMaster:
             log=logdir / f"{run.job_id}.train.log",
         )
         path = result_path(logdir, run.job_id, run.bs)
-        if adopt:
-            self._executor.adopt(launch, self._listener.printed)
+        if adopts:
+            adopt(launch)
             # If the run ended with its master, without a result, launch it again below.
             with contextlib.suppress(ZeusBSOConfigError):
                 result = TrainResult.read(path)
@@ -202,7 +205,7 @@ class ZeusMaster:
                     return result
         path.unlink(missing_ok=True)
         killed_before, began = oom_kills(), time.monotonic()
-        status = self._executor.run(launch, self._listener.printed)
+        status = execute(launch)
         time_s, killed_now = max(time.monotonic() - began, LEAST_TIME_S), oom_kills()
         try:
             result = TrainResult.read(path)
@@ -221,7 +224,6 @@ class _Recurring:
     def __init__(self, master: ZeusMaster, job: Job, directory: Path, state: MasterState) -> None:
         self._master = master
         self._optimizer = master._optimizer
-        self._listener = master._listener
         self._job = job
         self._directory = directory
         self._may_be_running = state.running is not None
@@ -233,7 +235,8 @@ class _Recurring:
         if state.optimizer is not None:
             self._optimizer.load_state_dict(state.optimizer)
         self._optimizer.register_job(self._job, sizes, eta_knob=state.eta_knob, beta_knob=state.beta_knob)
-        self._listener.began(self.state)
+        if state.history:
+            print(f"resumed after {len(state.history)} runs", flush=True)
         self._keep()
         self._observe()
 
@@ -242,10 +245,10 @@ class _Recurring:
         _check_default(self.state, self._job)
         planned = self.state.running or self._planned()
         self._keep(running=planned)
-        self._listener.launched(planned)
+        print(begun_in_words(planned), flush=True)
         run = self._play(planned)
         self._keep(running=None, history=(*self.state.history, run))
-        self._listener.ended(run)
+        print(ended_in_words(run), flush=True)
         self._observe()
         _check_last(self.state, self._job)
 
@@ -260,10 +263,10 @@ class _Recurring:
         )
 
     def _play(self, planned: PlannedRun) -> Run:
-        adopt, self._may_be_running = self._may_be_running, False
+        adopts, self._may_be_running = self._may_be_running, False
         max_power_w, eta = self.state.gpus.max_power, self.state.eta_knob
         try:
-            result = self._master.launch(self._job, planned, self._directory, eta, adopt=adopt)
+            result = self._master.launch(self._job, planned, self._directory, eta, adopts=adopts)
         except FailedTryError as failure:
             # The upper bound of the energy, so that a failed run cannot tighten the cost bound.
             energy_j = max_power_w * failure.time_s

@@ -86,6 +86,8 @@ _NAMES_BY_ANSWER = {
     ),
     f"set the environment variable {TOKEN} or {TOKEN_FILE}": "token",
     f"set the environment variable {POWER_LIMIT_COMMAND}": "command",
+    "let the job's command submit the run and wait for its end (docs/master.md)": "executor",
+    "each run's output is in its log, and history.json has all runs (docs/master.md)": "listener",
 }
 _ANSWERS = {name: answer for answer, names in _NAMES_BY_ANSWER.items() for name in names.split()}
 
