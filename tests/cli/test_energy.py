@@ -208,7 +208,7 @@ def test_command_is_measured_on_a_gpu_without_a_limit_if_its_watts_are_stated(
 
 
 class Losing(FakeNvml):
-    """A driver whose counter rises by a joule with each reading, until the file `lost` of its folder exists.
+    """A driver with a counter that rises by a joule with each reading, until the file `lost` of its folder exists.
 
     It makes the file `read` at its tenth reading, and the file `missed` when a reading has failed.
     """

@@ -479,7 +479,7 @@ def test_script_of_the_documentation_submits_a_run_with_its_variables(
     shown = (ROOT / "docs" / "master.md").read_text().partition("`submit.sh` may be:")[2]
     submit, ray = tmp_path / "submit.sh", tmp_path / "ray"
     submit.write_text(shown.partition("```sh\n")[2].partition("```")[0])
-    ray.write_text('#!/bin/sh\nshift 3\nexec env -i PATH="$PATH" "$@"\n')  # runs the command where nothing is set
+    ray.write_text('#!/bin/sh\nshift 3\nexec env -i PATH="$PATH" "$@"\n')  # sets no variable itself
     for script in (submit, ray):
         script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

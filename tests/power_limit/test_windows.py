@@ -22,7 +22,7 @@ IDLE_W = 90.0
 
 
 class SteppingGpu:
-    """GPUs whose counters move every 100 ms, at these phases, with steps that take 1.5 ms or so.
+    """GPUs with counters that move every 100 ms, at these phases, with steps that take 1.5 ms or so.
 
     Above 500 W each draws what the model needs, which is 500 W; below, its clock falls with the cube root of the limit.
     Between two steps it draws `IDLE_W`.

@@ -54,7 +54,7 @@ class ReplayPoint:
 
 
 class ReplayDevice(Device):
-    """A GPU whose `table` has its speed and power under each settable limit in watts; it begins at the highest.
+    """A GPU: `table` has its speed and power under each settable limit in watts; it begins at the highest.
 
     Attributes:
         set_w: The limits that were set.
