@@ -228,18 +228,6 @@ def test_importing_the_application_has_no_side_effects(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_settings_have_the_documented_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".env").write_text("ZEUS_BSO_SERVER_PORT=1001\nZEUS_BSO_LOG_LEVEL=DEBUG\nZEUS_BSO_INSECURE=1\n")
-    monkeypatch.setenv("ZEUS_BSO_SERVER_PORT", "1002")
-    monkeypatch.setenv("ZEUS_BSO_LOG_LEVEL", "ERROR")
-
-    settings = Settings(server_port=1003)
-
-    assert (settings.server_port, settings.log_level, settings.insecure) == (1003, "ERROR", True)
-    assert settings.server_host == "127.0.0.1"
-
-
 @pytest.mark.parametrize("main", [bso_server_main, zeus_plugins_main])
 def test_both_commands_print_the_version(
     main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]

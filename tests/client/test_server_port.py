@@ -187,12 +187,6 @@ def test_repeated_report_gets_the_same_answer_and_a_late_report_conflicts(port: 
         port.send_report(result(trial, epoch=3))
 
 
-def test_decreasing_totals_are_refused(port: ServerPort, trial: TrialId) -> None:
-    port.send_report(result(trial, epoch=2))
-    with refused(422):
-        port.send_report(result(trial, epoch=1))
-
-
 @pytest.mark.parametrize("outcome", get_args(Ending.model_fields["outcome"].annotation))
 def test_ending_is_stored_and_may_be_repeated(port: ServerPort, trial: TrialId, outcome: TrialState) -> None:
     for _ in range(2):

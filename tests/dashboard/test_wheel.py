@@ -15,7 +15,6 @@ import pytest
 
 from bso_server.ui.html import MEDIA_TYPES
 from tests.support import ROOT, dashboards
-from tests.support.screenshots import browser_path
 from tests.support.servers import free_port, wait_until_up
 
 pytestmark = pytest.mark.slow
@@ -91,21 +90,3 @@ def test_wheel_brings_all_files_of_pages(url: str) -> None:
         assert answer.headers["content-type"].startswith(media_type)
     for address in ("", "jobs/resnet50-cifar100", "jobs/resnet50-cifar100/trials/3"):
         httpx.get(f"{url}/ui/{address}").raise_for_status()
-
-
-@pytest.mark.skipif(browser_path() is None, reason="needs a browser: apt-get install chromium-headless-shell")
-def test_browser_shows_installed_pages(url: str) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
-        page = browser.new_page()
-        answers: dict[str, int] = {}
-        page.on("response", lambda answer: answers.update({answer.url: answer.status}))
-        page.goto(f"{url}/ui/jobs/resnet50-cifar100")
-        assert page.inner_text("h1").startswith("256 is the best")
-        # The style is in force, and the script runs.
-        assert page.evaluate("getComputedStyle(document.querySelector('.columns')).display") == "grid"
-        page.wait_for_selector("#theme:visible")
-        assert set(answers.values()) <= {200, 304}
-        assert {Path(address).name.partition("?")[0] for address in answers} >= {"style.css", "ui.js"}
-        browser.close()

@@ -340,23 +340,6 @@ class TestSessions:
             await wait_until(lambda: checked_out(store) == 0)
             await asyncio.gather(*(store.write(Transaction.all_tokens) for _ in range(MANY)))
 
-    async def test_repeated_deadlock_is_reported_as_unavailable_database(self, database_url: str) -> None:
-        deadlock = (
-            "DO $$ BEGIN RAISE EXCEPTION 'deadlock' USING ERRCODE = '40P01'; END $$"
-            if database_url.startswith("postgresql")
-            else "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213, MESSAGE_TEXT = 'deadlock'"
-        )
-        tries = 0
-
-        def work(transaction: Transaction) -> None:
-            nonlocal tries
-            tries += 1
-            transaction.connection.exec_driver_sql(deadlock)
-
-        async with open_store(database_url, patience_s=3.0) as store:
-            await unavailable(store.write(work))
-            assert tries > 1
-
 
 async def test_permanently_locked_sqlite_file_is_reported(sqlite_url: str, tmp_path: Path) -> None:
     async with open_store(sqlite_url, patience_s=SHORT_S) as store:

@@ -6,9 +6,7 @@ Unusual but valid requests are included, on each kind of database.
 from __future__ import annotations
 
 import json
-import socket
 import sqlite3
-import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -620,49 +618,6 @@ in_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason=
 def forget_peak(server: ServerProcess) -> None:
     assert server.process is not None
     Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
-
-
-def send_endless(server: ServerProcess, path: str, size: int, *, chunked: bool) -> httpx.Response:
-    """Send a body of `size` bytes until the server hangs up, reading the answer at the same time."""
-    framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
-    piece = b"x" * 65536
-    framed = b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece
-
-    def send() -> None:
-        try:
-            for _ in range(size // len(piece)):
-                connection.sendall(framed)
-        except OSError:
-            return  # the server has hung up
-
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n{framing}\r\n\r\n"
-        connection.sendall(head.encode())
-        sender = threading.Thread(target=send)
-        sender.start()
-        answer = b""
-        while not answer.endswith(b"}"):
-            received = connection.recv(65536)
-            assert received, f"the server said no more than {answer!r}"
-            answer += received
-        sender.join()
-    told, body = answer.split(b"\r\n\r\n", 1)
-    status, *headers = told.decode().split("\r\n")
-    return httpx.Response(int(status.split()[1]), headers=[tuple(it.split(": ", 1)) for it in headers], content=body)
-
-
-@in_proc
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["/jobs", "/report"])
-@pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in chunks"])
-def test_body_of_100_mb_is_refused_with_little_memory(
-    shared_server: ServerProcess, scene: Scene, path: str, chunked: bool
-) -> None:
-    with scene.nothing_stored():
-        forget_peak(shared_server)
-        before = memory_of(shared_server, "VmRSS")
-        assert_refused(send_endless(shared_server, path, 100 * MIB, chunked=chunked), 413, "body")
-        assert memory_of(shared_server, "VmHWM") - before < 30 * MIB
 
 
 @in_proc

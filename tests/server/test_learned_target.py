@@ -275,9 +275,3 @@ async def test_report_judged_by_the_training_keeps_the_trainings_count(twice: Jo
     trial = await twice.suggest()
     counted = StopRule(max_epochs=100, confirmed=1, confirmed_epoch=1.0)
     assert (await twice.report(trial, cost_j=20, metric=0.95, epoch=2, judged_by=counted)).converged
-
-
-async def test_confirm_is_part_of_the_configuration(twice: JobService) -> None:
-    asked = JobSpecFromClient(**twice.job.model_dump(exclude={"confirm", "registration_id"}))
-    with pytest.raises(JobConflictError, match="confirm is 2, not 1"):
-        await twice.service.register(asked)

@@ -70,10 +70,6 @@ class TestTokens:
         for path in ("/health/live", "/health/ready", "/version"):
             assert httpx.get(http.url + path).status_code == 200
 
-    def test_token_is_accepted_as_a_password(self, http: Http, tokens: Tokens) -> None:
-        assert httpx.get(f"{http.url}/api/jobs", auth=("whoever", tokens.read)).status_code == 200
-        assert_refused(httpx.get(f"{http.url}/api/jobs", auth=("whoever", "")), 401, None, "Bearer TOKEN")
-
     def test_training_needs_only_the_token(self, http: Http, tokens: Tokens) -> None:
         with BsoClient(http.url, token=tokens.report) as client:
             assert client.list_jobs() is not None
