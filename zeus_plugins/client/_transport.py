@@ -7,13 +7,10 @@ and then, or a DNS server that does not answer, could delay a request forever.
 from __future__ import annotations
 
 import ipaddress
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
-from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.request import getproxies
 
 import httpx
@@ -21,51 +18,36 @@ import httpx
 from zeus_plugins.environment import CERTIFICATE_DIRECTORY, CERTIFICATES
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
 
-_Receive: TypeAlias = Callable[[], httpx.Response]
-_Task: TypeAlias = tuple["Future[httpx.Response]", _Receive]
 
-# The tasks of each thread that waits for one. Exit functions can start no thread since Python 3.12.
-_IDLE: list[SimpleQueue[_Task]] = []
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_IDLE.clear)
-
-
-def received_within(limit_s: float, receive: _Receive) -> httpx.Response:
+def received_within(limit_s: float, receive: Callable[[], httpx.Response]) -> httpx.Response:
     """Call `receive` in a thread that is abandoned after `limit_s`, and return its answer or raise its error.
+
+    Exit functions can start no thread since Python 3.12: in them, only the time-outs of httpx limit the call.
 
     Raises:
         TimeoutError: There is no answer after `limit_s`. The thread may still wait for it.
-        RuntimeError: The interpreter ends, and no thread of an earlier call is free.
     """
     if limit_s <= 0:
         raise TimeoutError
     answer: Future[httpx.Response] = Future()
+    thread = threading.Thread(target=_answer, args=(answer, receive), name="zeus-bso-request", daemon=True)
     try:
-        tasks = _IDLE.pop()
-    except IndexError:
-        tasks = SimpleQueue()
-        threading.Thread(target=_work, args=(tasks,), name="zeus-bso-request", daemon=True).start()
-    tasks.put((answer, receive))
+        thread.start()
+    except RuntimeError:
+        return receive()
     try:
         return answer.result(limit_s)
     finally:
         del answer  # the error refers to this frame
 
 
-def _work(tasks: SimpleQueue[_Task]) -> None:
-    while True:
-        _answer(tasks, *tasks.get())
-
-
-def _answer(tasks: SimpleQueue[_Task], answer: Future[httpx.Response], receive: _Receive) -> None:
-    tell: Callable[[], None]
+def _answer(answer: Future[httpx.Response], receive: Callable[[], httpx.Response]) -> None:
     try:
-        tell = partial(answer.set_result, receive())
+        answer.set_result(receive())
     except BaseException as error:
-        tell = partial(answer.set_exception, error)
-    _IDLE.append(tasks)  # first, because the caller's next request may need this thread
-    tell()
-    del answer, receive, tell  # the error refers to this frame: its connection is closed without the garbage collector
+        answer.set_exception(error)
+    finally:
+        del answer, receive  # the error refers to this frame: its connection is closed without the garbage collector
 
 
 def connections_to(server_url: str, **options: Any) -> httpx.Client:
