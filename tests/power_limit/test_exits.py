@@ -96,7 +96,6 @@ def test_cap_set_during_a_training_stays_when_the_training_is_killed(begin: Begi
     assert float(limit.read_text()) == 125
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system tells of a process's end by the pipe alone")
 def test_surviving_children_of_a_killed_training_do_not_keep_the_limit(begin: Begin, limit: Path) -> None:
     training = begin("signal with a child")
     child = int(line_of(training))
@@ -104,7 +103,7 @@ def test_surviving_children_of_a_killed_training_do_not_keep_the_limit(begin: Be
         training.kill()
         training.wait()
         assert_put_back(limit)
-        os.kill(child, 0)  # the child lives, and holds the pipe open
+        os.kill(child, 0)  # the child lives, and holds the training's files open
     finally:
         os.kill(child, signal.SIGKILL)
 

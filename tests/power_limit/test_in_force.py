@@ -233,7 +233,7 @@ def test_limit_of_a_killed_training_is_not_taken_for_the_initial_limit(caplog: p
     restorer = killed._rank.guard._restorer  # killing a container kills everything in it
     assert restorer is not None
     restorer.kill()
-    restorer.communicate()
+    restorer.wait()
 
     zeus = here.profiler(limits_w=None)
     here.train(zeus, 1)

@@ -26,10 +26,10 @@ import math
 import os
 import pickle
 import re
-import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +46,9 @@ from zeus_plugins.signals import raise_at_sigterm
 from zeus_plugins.train_result import write_atomically
 
 _logger = logging.getLogger("zeus_plugins")
+
+# Seconds between two looks of the helper process at the training.
+_POLL_S = 0.5
 
 # The helper process's program: runs `restore_after` with the training's process id.
 _RESTORER = "import sys; from zeus_plugins.power_limit.guard import restore_after; sys.exit(restore_after(sys.argv[1]))"
@@ -208,13 +211,16 @@ class LimitGuard:
         atexit.unregister(self.release)
         if self._restorer is not None:
             self._restorer.kill()
-            self._restorer.communicate()
+            self._restorer.wait()
             self._restorer = None
 
 
 def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subprocess.Popen[bytes] | None:
-    """Start the process that restores these limits after this process has ended; None if there are no limits."""
-    if not found:
+    """Start the process that restores these limits after this process has ended; None if there are no limits.
+
+    Only Linux shows the end of another process.
+    """
+    if not found or process_start(os.getpid()) is None:
         return None
     try:
         order = pickle.dumps(list(found))
@@ -227,7 +233,7 @@ def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subproce
         )
         assert process.stdin is not None  # nosec B101  # noqa: S101 - PIPE, and this is for the type checker
         process.stdin.write(order)
-        process.stdin.flush()
+        process.stdin.close()
     except Exception as error:
         _logger.warning("no process could be started to put power limits back should this one be killed: %s", error)
         return None
@@ -237,8 +243,7 @@ def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subproce
 def restore_after(training: str) -> int:
     """Wait for the end of the training with this process id, restore its limits, and return the number of failures.
 
-    The limits come from standard input, which the training keeps open. A training that has restored its limits itself
-    kills this process.
+    The limits come from standard input. A training that has restored its limits itself kills this process.
     """
     # A scheduler often ends a job by a signal to all its processes, but this process has to outlive the training.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -248,7 +253,9 @@ def restore_after(training: str) -> int:
         found: list[tuple[PowerLimitDevice, float]] = pickle.load(sys.stdin.buffer)  # nosec B301  # noqa: S301
     except (EOFError, pickle.UnpicklingError):  # The training was killed before it changed anything.
         return 0
-    _wait_for_the_end_of(int(training))
+    started = process_start(int(training))
+    while started is not None and process_start(int(training)) == started:
+        time.sleep(_POLL_S)
     failures = 0
     for device, limit_w in found:
         try:
@@ -263,25 +270,6 @@ def restore_after(training: str) -> int:
             failures += 1
             print(f"the power limit of {device} could not be restored to {limit_w:g} W: {error}", file=sys.stderr)
     return failures
-
-
-def _wait_for_the_end_of(training: int) -> None:
-    """Return when the training has ended.
-
-    The training's end closes the pipe, unless its children (data loaders' workers) have inherited the pipe and still
-    run. On Linux, this function therefore also watches the process itself.
-    """
-    signs: list[int] = [sys.stdin.fileno()]
-    if hasattr(os, "pidfd_open"):
-        try:
-            signs.append(os.pidfd_open(training))
-        except ProcessLookupError:
-            return
-        except OSError:  # a kernel or a sandbox that does not allow it
-            pass
-        if os.getppid() != training:
-            return
-    select.select(signs, [], [])
 
 
 @dataclass(frozen=True)
