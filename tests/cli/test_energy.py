@@ -109,15 +109,13 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_signals_are_forwarded_to_the_command(number: signal.Signals) -> None:
-    # In a separate session, so that no terminal sends SIGINT to the command, too.
     with subprocess.Popen(
         [*ENERGY, *STATED, "--", sys.executable, "-c", WAITS],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -26,8 +25,10 @@ _FAILED, _NOT_EXECUTABLE, _NOT_FOUND, _KILLED_BY = 125, 126, 127, 128
 READ_INTERVAL_S = 1.0
 """Seconds between two readings of the meter, so that only the rest is estimated if a device is lost."""
 
-_FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGQUIT")
-_FROM_KEYBOARD = ("SIGINT", "SIGQUIT")
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+# A terminal sends them to the command as well.
+_FROM_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
 
 
 def _make(name: str, power_w: float | None) -> EnergyMonitor:
@@ -66,7 +67,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "energy",
         help="run a command, and print its time and energy",
-        description="Runs the command and prints its time and energy on standard error. It passes signals on. The"
+        description="Runs the command and prints its time and energy on standard error. It passes SIGTERM,"
+        " SIGHUP, SIGUSR1 and SIGUSR2 on; Ctrl-C reaches the command directly. The"
         f" exit status is the command's, {_KILLED_BY} + n if signal n ended it, {_NOT_FOUND} or {_NOT_EXECUTABLE} if it"
         f" cannot be started, and {_FAILED} if its energy cannot be measured, or if a command that ends with 0 could be"
         " measured only in part; the rest is then estimated.",
@@ -160,28 +162,14 @@ def _execute(command: Sequence[str]) -> int:
     def forward(number: int, _frame: FrameType | None) -> None:
         if process is None:
             received.append(number)  # Forwarded as soon as the command has started.
-        elif not (signal.Signals(number).name in _FROM_KEYBOARD and _has_keyboard()):
+        elif number in _FORWARDED:
             process.send_signal(number)
 
     with ExitStack() as restored:
-        for forwarded in [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]:
-            restored.callback(signal.signal, forwarded, signal.signal(forwarded, forward))
+        for number in (*_FORWARDED, *_FROM_KEYBOARD):
+            restored.callback(signal.signal, number, signal.signal(number, forward))
         process = subprocess.Popen(command)  # nosec B603  # noqa: S603 - the user's own command
         for number in received:
             process.send_signal(number)
         status = process.wait()
     return _KILLED_BY - status if status < 0 else status
-
-
-def _has_keyboard() -> bool:
-    """Return whether the terminal sends the signals of its keys to this process, and so also to the command."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
