@@ -114,13 +114,6 @@ def test_crash_of_every_size_after_a_success_excludes_none() -> None:
     assert set(job.nights(30, lambda _: True)) > {16}
 
 
-def test_crash_of_every_size_while_sizes_miss_the_target_excludes_none() -> None:
-    job = Nights(SIZES, default=32)
-    assert job.nights(1, lambda _: False) == [32]
-    job.nights(12, lambda _: "NameError: name 'modle' is not defined")
-    assert not job.excluded
-
-
 @pytest.mark.parametrize(("size", "reason"), [(32, EndReason.CRASHED), (64, EndReason.CRASHED_ALIKE)])
 def test_crash_excludes_a_size_only_after_a_later_trial_ran_to_the_end(size: int, reason: EndReason) -> None:
     state, trial = dispatch_trial(

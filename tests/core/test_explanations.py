@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bso_server.core.gp_voi.policy import chance_in_words
 from bso_server.core.model import BAND_SDS, ExpectedCost
@@ -19,7 +16,6 @@ from bso_server.service import reading
 from bso_server.service.reading import stop_in_words
 from bso_server.storage.rows import StoredDecision, decision_from, decision_row
 from tests.support.histories import Life, make_job
-from tests.support.properties import examples
 from tests.support.service import job_service
 from zeus_plugins.protocol import (
     GP_VOI,
@@ -211,28 +207,6 @@ def test_size_with_only_concurrent_runs_is_expected_to_cost_their_mean() -> None
     life = life_of(ZEUS)
     life.run(16, Origin.CONCURRENT, TrialState.COMPLETED, 400)
     assert expectations(life.history).costs == {16: ExpectedCost(400, None)}
-
-
-@given(st.integers(0, 2**32), st.sampled_from(OWN_POLICIES))
-@settings(max_examples=examples(15), deadline=None)
-def test_best_size_is_the_size_played_without_exploration(seed: int, policy: str) -> None:
-    rng = np.random.default_rng(seed)
-    life, epochs_needed = life_of(policy, max_epochs=40, mab_seed=seed), rng.integers(2, 9, len(SIZES))
-    for _ in range(25):
-        history = life.history
-        trial = life.ask()
-        # The first decision of the bandit stage chooses among the sizes that this decision found to survive.
-        before = expectations(replace(history, survivors=life.survivors))
-        if trial.origin is Origin.INCUMBENT or life.reason.startswith("best so far"):
-            assert trial.batch_size == before.best
-        needed = epochs_needed[SIZES.index(trial.batch_size)] + rng.integers(0, 3)
-        for epoch in range(1, 41):
-            reached = float(epoch >= needed)
-            cost_j = epoch * 10.0 * (1 + trial.batch_size / 64)
-            if life.report(life.trials[-1], cost_j, epoch=float(epoch), metric=reached).stop:
-                break
-        if before.costs:
-            assert before.best is None or before.costs[before.best].mean_j > 0
 
 
 def test_gp_voi_does_not_take_the_luckiest_run_for_the_best_size() -> None:

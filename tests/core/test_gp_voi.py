@@ -79,13 +79,6 @@ def test_far_size_is_reached_in_a_single_step_if_costs_fall_on_the_way() -> None
     assert sizes[-3:] == [1024] * 3
 
 
-def test_sizes_between_two_known_sizes_on_a_trend_are_not_tried() -> None:
-    """Between two sizes with equal epochs and an evenly falling cost, no size can surprise."""
-    life = new_life((8, 12, 16, 24, 32), default=8)
-    sizes = recur(life, 30, lambda _: 20, lambda size: 800 / size)
-    assert sizes.count(32) >= 25
-
-
 def test_incumbent_follows_two_missed_runs() -> None:
     life = begun_life()
     trial = life.ask()
@@ -391,11 +384,6 @@ def test_trial_dispatched_as_incumbent_keeps_the_incumbents_bound() -> None:
 
 
 def test_start_up_is_not_mistaken_for_the_cost_of_epochs() -> None:
-    life = new_life()
-    run(life, life.ask(), needed=10, startup=1.0)
-    trial = life.ask()
-    # The first report costs four times the incumbent's; the second epoch costs as much as the incumbent's.
-    assert not life.report(trial, 40.0, epoch=1, metric=0.0).stop or life.trials[-1].epoch == 1
     life = new_life()
     trial = life.dispatch(64)
     life.report(trial, 500.0, epoch=1, metric=0.0)

@@ -1,34 +1,88 @@
-"""A training over several nodes: two real processes that communicate by gloo, each as a separate node."""
+"""A training over several nodes, with threads as ranks; tests/training/test_placement.py has real processes."""
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.support.fake_nvml import Clock
-from tests.support.ranks import stories_of
-from tests.support.warm import LIGHTNING
+from tests.support.fake_trainer import FakeTrainer, on_each_rank
 from zeus_plugins.energy import ClusterMonitor, EnergyUnavailableError, EstimateMonitor, Measurement
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
-
-@pytest.fixture(scope="module", name="stories")
-def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """Return the observations of both nodes in each scene."""
-    return stories_of("tests.energy.test_cluster", tmp_path_factory.mktemp("nodes"), modules=LIGHTNING)
+MODEL = "Tesla P100"
+POWER_W = {0: 100.0, 1: 40.0}
 
 
-def test_rank_0_measures_the_energy_of_all_nodes(stories: list[dict[str, Any]]) -> None:
-    first, second = (each["all goes well"] for each in stories)
+class FailsOnce(EstimateMonitor):
+    """A monitor with an unmeasurable second window."""
 
+    def __init__(self, power_w: float, clock: Clock) -> None:
+        super().__init__(power_w, device_model=MODEL, clock=clock)
+        self.ended = 0
+
+    def end_window(self, name: str) -> Measurement:
+        self.ended += 1
+        measured = super().end_window(name)
+        if self.ended == 2:
+            raise EnergyUnavailableError("GPU 0 is lost")
+        return measured
+
+
+def play(scene: str) -> list[Any]:
+    """Play a scene on two nodes; return the observations of each."""
+
+    def train(port: FakeTrainer) -> dict[str, Any]:
+        rank, clock = port.rank, Clock()
+
+        def measure() -> EstimateMonitor:
+            if scene == "a node that cannot measure" and rank == 1:
+                raise EnergyUnavailableError("no GPU is visible")
+            if scene == "a node that fails" and rank == 1:
+                return FailsOnce(POWER_W[rank], clock)
+            model = "Tesla V100" if scene == "other GPUs" and rank == 1 else MODEL
+            return EstimateMonitor(POWER_W[rank], device_model=model, clock=clock)
+
+        try:
+            monitor = ClusterMonitor(measure, rank=rank, all_gather=port.all_gather, clock=clock)
+        except (EnergyUnavailableError, ZeusBSOConfigError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        told = {"windows": windows(monitor, rank, clock), "gpus": monitor.gpus().model_dump()}
+        monitor.close()
+        monitor.close()
+        return told
+
+    return on_each_rank(2, train)
+
+
+def windows(monitor: ClusterMonitor, rank: int, clock: Clock) -> list[Any]:
+    """Return three adjacent windows; the second ends between two meetings of the ranks."""
+    measured: list[Measurement] = []
+
+    def turn() -> None:
+        if rank == 0:
+            if measured or clock.now_s > 1000.0:
+                measured.append(monitor.end_window("trial"))
+            monitor.begin_window("trial")
+
+    monitor.synchronize()
+    turn()
+    clock.now_s += 2.0
+    monitor.synchronize()
+    turn()
+    clock.now_s += 3.0
+    turn()
+    clock.now_s += 5.0
+    monitor.synchronize()
+    turn()
+    return [[each.time_s, each.energy_j, each.source] for each in measured]
+
+
+def test_rank_0_measures_the_energy_of_all_nodes() -> None:
+    first, second = play("all goes well")
     source = "2 nodes: estimate: 100 W stated, estimate: 40 W stated"
     assert first["windows"] == [
         [2.0, 2 * (100.0 + 40.0), source],
@@ -46,14 +100,13 @@ def test_rank_0_measures_the_energy_of_all_nodes(stories: list[dict[str, Any]]) 
         ("other GPUs", r"ZeusBSOConfigError: the nodes' GPUs are of several models (Tesla P100, Tesla V100)"),
     ],
 )
-def test_failure_of_a_node_is_reported_by_all_nodes(stories: list[dict[str, Any]], scene: str, error: str) -> None:
-    for told in stories:
-        assert told[scene]["error"].startswith(error)
+def test_failure_of_a_node_is_reported_by_all_nodes(scene: str, error: str) -> None:
+    for told in play(scene):
+        assert told["error"].startswith(error)
 
 
-def test_temporarily_failing_node_counts_with_maximum_power(stories: list[dict[str, Any]]) -> None:
-    first = stories[0]["a node that fails"]
-
+def test_temporarily_failing_node_counts_with_maximum_power() -> None:
+    first, _ = play("a node that fails")
     failed = "2 nodes: estimate: 100 W stated, estimate: 40 W for a node that failed to measure"
     assert first["windows"][0][1] == 280.0
     assert first["windows"][2] == [5.0, 5 * (100.0 + 40.0) + 3 * 40.0, failed]
@@ -101,84 +154,3 @@ def test_permanently_failing_node_is_reported_once(caplog: pytest.LogCaptureFixt
     assert warning.startswith(
         "this node's energy cannot be measured, its maximum power is taken instead: GPU 0 is lost"
     )
-
-
-# A rank of a training over two nodes, each with one process: ``python -m tests.energy.test_cluster FOLDER``.
-
-SCENES = ("all goes well", "a node that cannot measure", "other GPUs", "a node that fails")
-MODEL = "Tesla P100"
-POWER_W = {0: 100.0, 1: 40.0}
-
-
-class FailsOnce(EstimateMonitor):
-    """A monitor with an unmeasurable second window."""
-
-    def __init__(self, power_w: float, clock: Clock) -> None:
-        super().__init__(power_w, device_model=MODEL, clock=clock)
-        self.ended = 0
-
-    def end_window(self, name: str) -> Measurement:
-        self.ended += 1
-        measured = super().end_window(name)
-        if self.ended == 2:
-            raise EnergyUnavailableError("GPU 0 is lost")
-        return measured
-
-
-def all_gather(thing: object) -> Sequence[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, thing)
-    return gathered
-
-
-def play(scene: str) -> dict[str, Any]:
-    """Play a scene; return the observations of this rank."""
-    rank = dist.get_rank()
-    clock = Clock()
-
-    def measure() -> EstimateMonitor:
-        if scene == "a node that cannot measure" and rank == 1:
-            raise EnergyUnavailableError("no GPU is visible")
-        if scene == "a node that fails" and rank == 1:
-            return FailsOnce(POWER_W[rank], clock)
-        model = "Tesla V100" if scene == "other GPUs" and rank == 1 else MODEL
-        return EstimateMonitor(POWER_W[rank], device_model=model, clock=clock)
-
-    try:
-        monitor = ClusterMonitor(measure, rank=rank, all_gather=all_gather, clock=clock)
-    except (EnergyUnavailableError, ZeusBSOConfigError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    told = {"windows": windows(monitor, rank, clock), "gpus": monitor.gpus().model_dump()}
-    monitor.close()
-    monitor.close()
-    return told
-
-
-def windows(monitor: ClusterMonitor, rank: int, clock: Clock) -> list[Any]:
-    """Return three adjacent windows; the second ends between two meetings of the ranks."""
-    measured: list[Measurement] = []
-
-    def turn() -> None:
-        if rank == 0:
-            if measured or clock.now_s > 1000.0:
-                measured.append(monitor.end_window("trial"))
-            monitor.begin_window("trial")
-
-    monitor.synchronize()
-    turn()
-    clock.now_s += 2.0
-    monitor.synchronize()
-    turn()
-    clock.now_s += 3.0
-    turn()
-    clock.now_s += 5.0
-    monitor.synchronize()
-    turn()
-    return [[each.time_s, each.energy_j, each.source] for each in measured]
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    stories = {scene: play(scene) for scene in SCENES}
-    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(stories))
-    dist.destroy_process_group()

@@ -135,18 +135,6 @@ def test_refusal_of_limits_affects_nothing_else(status: int, outbox: Outbox, cap
     assert server.sent("PUT", PATH) == [SENT]
 
 
-def test_failing_server_receives_the_limits_again(outbox: Outbox) -> None:
-    server = Keeping()
-    server.status = 503
-    session = training(server)
-    session.keep_power_limits(CHOICE)
-    until(outbox.waiting)
-    server.status = 200
-    until(lambda: not outbox.waiting())
-    session.end()
-    assert server.sent("PUT", PATH)[-1] == SENT
-
-
 def test_zeus_server_receives_no_limits() -> None:
     server = ContractDouble(CONVERGED)  # fails for routes that Zeus lacks
     session = training(server)

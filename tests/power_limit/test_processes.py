@@ -1,4 +1,7 @@
-"""Trainings of both frameworks on two real processes: one sets the machine's limits, both know the choice."""
+"""Trainings of both frameworks on two real processes: one sets the machine's limits, both know the choice.
+
+Both callbacks are used, so that a second training gets the measured limits from the server.
+"""
 
 from __future__ import annotations
 
@@ -25,37 +28,31 @@ from zeus_plugins.power_limit import PowerLimitProfile
 
 PER_EPOCH = 6
 # Two limits of three steps in each epoch; then the chosen one.
-LIMITS_OF_STEPS = [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3 + [BEST_W] * 2 * PER_EPOCH
+LIMITS_OF_STEPS = [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3 + [BEST_W] * PER_EPOCH
 
 
-def run(framework: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+def run(framework: str, folder: Path, server_url: str) -> list[dict[str, Any]]:
     """Run both processes; return their observations."""
     if importlib.util.find_spec(framework) is None and not os.environ.get("CI"):
         pytest.skip(f"needs zeus-plugins[{framework}]")
     modules = LIGHTNING if framework == "lightning" else TRANSFORMERS
-    return stories_of("tests.power_limit.test_processes", folder, framework, *arguments, modules=modules)
+    return stories_of("tests.power_limit.test_processes", folder, framework, server_url, modules=modules)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
-def test_single_process_sets_the_limits_and_both_know_the_choice(framework: str, tmp_path: Path) -> None:
-    first, second = run(framework, tmp_path)
+def test_limits_set_by_one_process_and_known_to_the_server_reach_both_processes(
+    framework: str, tmp_path: Path, server: ServerProcess
+) -> None:
+    first, second = run(framework, tmp_path, server.url)
+    assert first["limits_of_steps"] == LIMITS_OF_STEPS
     assert first["chosen_limit_w"] == second["chosen_limit_w"] == BEST_W
     assert first["profile"] == second["profile"]
     assert is_as_the_table(PowerLimitProfile.model_validate(first["profile"]))
-    assert first["profile"]["batch_size"] == 32
-    assert PowerLimitProfile.load(tmp_path / "profile.json") == PowerLimitProfile.model_validate(first["profile"])
-    assert first["limits_of_steps"] == LIMITS_OF_STEPS
+    assert first["profile"]["batch_size"] == BATCH_SIZE
     assert first["set_w"][-1] == FOUND_W
     assert second["set_w"] == []
-
-
-@pytest.mark.parametrize("framework", ["lightning", "transformers"])
-def test_limits_known_to_the_server_reach_both_processes(framework: str, tmp_path: Path, server: ServerProcess) -> None:
-    first, _ = run(framework, tmp_path, server.url)
-    assert first["limits_of_steps"] == LIMITS_OF_STEPS
     again, other = run(framework, tmp_path, server.url)
-    assert again["limits_of_steps"] == [BEST_W] * 4 * PER_EPOCH
+    assert again["limits_of_steps"] == [BEST_W] * EPOCHS * PER_EPOCH
     assert again["chosen_limit_w"] == other["chosen_limit_w"] == BEST_W
     assert again["profile"] == other["profile"] == first["profile"]
     with BsoClient(server.url) as client:
@@ -63,14 +60,13 @@ def test_limits_known_to_the_server_reach_both_processes(framework: str, tmp_pat
     assert [(trial.power_limit_w, trial.power_limits) for trial in trials] == [(BEST_W, 4)] * 2
 
 
-# The training: ``torchrun --nproc_per_node 2 -m tests.power_limit.test_processes FOLDER FRAMEWORK [SERVER_URL]``. With
-# a server, both callbacks are used, and no file.
+# The training: ``torchrun --nproc_per_node 2 -m tests.power_limit.test_processes FOLDER FRAMEWORK SERVER_URL``.
 
-EPOCHS = 4  # of 6 batches for each process
+EPOCHS = 3  # of 6 batches for each process
 BATCH_SIZE = 32
 
 
-def train(framework: str, folder: Path, server_url: str | None) -> dict[str, Any]:
+def train(framework: str, folder: Path, server_url: str) -> dict[str, Any]:
     """Train a job with a single size, although no training reaches its target.
 
     Returns:
@@ -79,14 +75,12 @@ def train(framework: str, folder: Path, server_url: str | None) -> dict[str, Any
     work, is_lightning = Powered(), framework == "lightning"
     module = import_module("tests.support.lightning_bench" if is_lightning else "tests.support.hf_bench")
     bench = module.Bench(argparse.Namespace(url=server_url), "digits-limits", folder)
-    power = bench.PowerLimit(**work.options(**({} if server_url else {"profile_path": folder / "profile.json"})))
-    others = []
-    if server_url:
-        sizes = {"batch_sizes": (BATCH_SIZE,), "default_batch_size": BATCH_SIZE}
-        job = bench.job(NEVER, **sizes, max_epochs=EPOCHS, num_pruning_rounds=0)
-        others = [bench.callback(job, energy_monitor=work.monitor, on_failure="stop")]
+    power = bench.PowerLimit(**work.options())
+    sizes = {"batch_sizes": (BATCH_SIZE,), "default_batch_size": BATCH_SIZE}
+    job = bench.job(NEVER, **sizes, max_epochs=EPOCHS, num_pruning_rounds=0)
+    callback = bench.callback(job, energy_monitor=work.monitor, on_failure="stop")
     options = {"devices": 2, "strategy": "ddp"} if is_lightning else {}
-    bench.training(power, *others, work=work, epochs=EPOCHS, **options).train()
+    bench.training(power, callback, work=work, epochs=EPOCHS, **options).train()
     assert power.profile is not None
     return {
         "chosen_limit_w": power.chosen_limit_w,
@@ -97,6 +91,6 @@ def train(framework: str, folder: Path, server_url: str | None) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    seen = train(sys.argv[2], Path(sys.argv[1]), sys.argv[3] if len(sys.argv) > 3 else None)
+    seen = train(sys.argv[2], Path(sys.argv[1]), sys.argv[3])
     Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
     leave()

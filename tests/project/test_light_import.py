@@ -13,7 +13,8 @@ import pytest
 
 from tests.support import ROOT
 
-HEAVY = ["torch", "lightning", "pytorch_lightning", "transformers", "litestar", "sqlalchemy", "bso_server", "numpy"]
+FRAMEWORKS = ["torch", "lightning", "pytorch_lightning", "transformers"]
+HEAVY = [*FRAMEWORKS, "litestar", "sqlalchemy", "bso_server", "numpy", "pynvml"]
 # Packages of other training images must not be added or changed: three that we need, and their dependencies.
 OURS = {"zeus-plugins", "httpx", "pydantic", "nvidia-ml-py"}
 THEIRS = {

@@ -16,7 +16,7 @@ from bso_server.core.model import History, Report, TrialRecord
 from bso_server.core.policy import find, installed
 from bso_server.errors import NoSurvivorError
 from tests.support.histories import make_job
-from zeus_plugins.protocol import Ending, Origin, TrialState
+from zeus_plugins.protocol import OWN_POLICIES, Ending, Origin, TrialState
 
 T = TypeVar("T")
 
@@ -74,7 +74,10 @@ class PlayedJob:
         assert (suggestion.survivors is not None) is (suggestion.origin is Origin.BANDIT)
         assert suggestion.reason
         assert suggestion.bound is None or 1 <= suggestion.bound.epochs <= MAX_EPOCHS
-        expected = pure(self.policy.expectations, history)
+        expected = pure(self.policy.expectations, replace(history, survivors=suggestion.survivors))
+        plays_the_best = suggestion.origin is Origin.INCUMBENT or suggestion.reason.startswith("best so far")
+        if plays_the_best and history.job.policy in OWN_POLICIES:  # others need not tell what they expect
+            assert suggestion.batch_size == expected.best
         assert expected.best is None or expected.best in expected.costs
         assert set(expected.costs) <= set(history.job.batch_sizes)
 
