@@ -168,7 +168,7 @@ def test_preempted_and_withdrawn_trials_do_not_count_as_crashes(outcome: TrialSt
 
 
 @pytest.mark.parametrize("policy", [GP_VOI, ZEUS])
-def test_size_refused_by_the_training_alone_is_excluded_after_one_night(policy: str) -> None:
+def test_size_refused_by_the_training_alone_is_excluded_after_a_night(policy: str) -> None:
     nights = Nights(default=32, policy=policy)
     nights.night(lambda _: True)
     refusal = Ending(outcome=TrialState.WITHDRAWN, refused_size=True, detail="too few batches")

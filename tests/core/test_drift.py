@@ -20,7 +20,7 @@ def runs(*costs_j: float, size: int = 16, waited_share: float = 0.0) -> list[Com
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_two_runs_that_cost_otherwise_are_a_change_and_one_is_none(factor: float) -> None:
+def test_two_runs_of_another_cost_are_a_change_and_a_single_run_is_none(factor: float) -> None:
     before = [100.0, 103.0, 98.0, 101.0, 99.0]
     assert drift_of(JOB, runs(*before, 100 * factor)) is None
     assert drift_of(JOB, runs(*before, 100 * factor, 101 * factor)) == pytest.approx(factor - 1, abs=0.03)

@@ -36,7 +36,7 @@ def test_an_end_without_bound_stays_without_bound_in_the_sum() -> None:
     assert total([None, None]) is None
 
 
-def test_loss_is_shown_if_its_whole_interval_is_below_0() -> None:
+def test_loss_is_shown_if_the_whole_interval_is_below_0() -> None:
     assert Saved(100.0, -30.0, -20.0, -10.0).is_shown
     assert not Saved(100.0, -30.0, -20.0, 1.0).is_shown
 
@@ -79,14 +79,14 @@ def test_groups_add_up_to_the_total(parts: list[tuple[str | None, float, Saved |
             assert one is None or math.isclose(one, other, rel_tol=1e-9, abs_tol=1.0)
 
 
-def test_many_groups_end_with_one_for_the_rest() -> None:
+def test_many_groups_end_with_a_group_for_the_rest() -> None:
     jobs = [job_of(number, f"{number}", 1000.0 - number, None) for number in range(150)]
     page = fleet_page(jobs, "owner", NOW - timedelta(days=30), NOW, Tariff())
     assert [each.key for each in (page.groups[0], *page.groups[-2:])] == ["0", "98", "51 others"]
     assert sum(each.energy_j for each in page.groups) == page.total.energy_j
 
 
-def test_saving_of_a_period_counts_its_runs_and_stopped_trials_only() -> None:
+def test_saving_of_a_period_counts_runs_and_stopped_trials_of_the_period_only() -> None:
     """16 runs at 200 J in place of 400 J, 10 of them in the period."""
     runs = [Run(16, 10, 400.0, is_exploration=True), *[Run(32, 10, 200.0), Run(32, 10, 200.0), Run(16, 10, 400.0)] * 8]
     evidence = Evidence(16)

@@ -477,7 +477,7 @@ def test_only_the_first_trial_of_a_size_is_stopped_on_a_guess() -> None:
         assert stopped is first
 
 
-def test_expected_cost_lies_within_its_band_after_one_run() -> None:
+def test_expected_cost_lies_within_a_band_after_a_run() -> None:
     """A run ends at `max_epochs`: the limit ends bands, and a band that would lie beyond the limit is not shown."""
     life = new_life((8, 16, 32, 64, 128, 256, 512), max_epochs=12)
     run(life, life.ask(), needed=11)

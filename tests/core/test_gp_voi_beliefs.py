@@ -245,7 +245,7 @@ def waiting(*runs: tuple[float, float]) -> CostRuns:
     )
 
 
-def test_run_weighs_less_the_more_its_waiting_differs_from_the_usual_waiting_of_the_job() -> None:
+def test_run_weighs_less_with_more_unusual_waiting() -> None:
     job = make_job((32, 64), 64)
     steps = [Report(1.0, 10.0 * epoch, epoch, 0.5) for epoch in range(1, 6)]
     quiet = reduce(partial(after_report, job), steps, TRIAL)

@@ -81,7 +81,7 @@ def test_warm_start_counts_unless_it_is_off_or_has_another_optimizer(fields: dic
     assert (begun(job) != (Belief(),) * 5) is is_warm
 
 
-def test_a_job_passes_on_its_epochs_with_their_error_once_it_has_reached_its_target() -> None:
+def test_a_job_passes_on_epochs_with_errors_after_reaching_the_target() -> None:
     life = Life(make_job(SIZES, 32, policy=GP_VOI))
     assert learned_by(life.history) is None
     run(life, life.ask(), needed=5)
@@ -94,7 +94,7 @@ def test_a_job_passes_on_its_epochs_with_their_error_once_it_has_reached_its_tar
     assert 0.05 < only.sd < 0.15
 
 
-def test_a_warm_job_passes_nothing_on_before_its_own_run() -> None:
+def test_a_warm_job_passes_nothing_on_before_a_run() -> None:
     job = warm_job()
     assert learned(begun(job), job) == ()
     life = Life(job)
@@ -109,7 +109,7 @@ def test_a_job_of_a_thousand_sizes_passes_on_a_few() -> None:
     assert (len(found), found[-1].batch_size) == (64, 200)
 
 
-def test_an_agreeing_first_run_leaves_a_doubt_that_contradicting_runs_confirm() -> None:
+def test_an_agreeing_first_run_leaves_a_doubt_and_contradicting_runs_confirm_the_doubt() -> None:
     life = Life(warm_job())
     sizes = Sizes.of(life.job)
     run(life, life.dispatch(32), needed=10)
@@ -146,7 +146,7 @@ def test_first_run_of_a_warm_job_is_at_the_default_and_unbounded() -> None:
     assert [each.is_observed for each in life.history.memory] == [False, False, True, False, False]
 
 
-def test_first_run_at_another_size_is_stopped_once_it_refutes_the_other_job() -> None:
+def test_first_run_at_another_size_is_stopped_upon_refuting_the_other_job() -> None:
     life = Life(warm_job(max_epochs=500))
     run(life, life.ask(), needed=10, epoch_j=50)
     trial = life.dispatch(64, Origin.INCUMBENT)

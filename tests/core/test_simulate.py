@@ -155,7 +155,7 @@ def test_job_without_a_finishing_size_saves_nothing() -> None:
     assert "made up gp_voi 0.5 - - 9 -" in without_padding(ratios_text([comparison]))
 
 
-def test_training_ends_before_the_epoch_that_would_cross_its_cost_bound() -> None:
+def test_training_ends_before_an_epoch_beyond_the_cost_bound() -> None:
     """Zeus's data loader does this. A size's first epoch costs 1175 J, because it tries both power limits."""
     setting = Setting(recurrences=5, seeds=1)
     trials = played(WORKLOAD, Conditions(landscape_of(WORKLOAD, setting)), ZEUS, setting, 0).trials

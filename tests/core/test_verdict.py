@@ -65,7 +65,7 @@ def test_verdict_needs_the_first_run_and_a_control_run() -> None:
     assert judged([*EXPLORED, *recurring(100, 90, 1)]).word is SavingsWord.NOT_SHOWN
 
 
-def test_first_run_counts_without_its_first_epoch() -> None:
+def test_first_run_counts_without_the_first_epoch() -> None:
     """The first of the 10 epochs of the first run cost 500 J; the others cost 10 J each."""
     first = TrialRecord(
         trial_number=1, batch_size=DEFAULT, state=TrialState.COMPLETED, origin=Origin.EXPLORATION, epoch=10.0,
@@ -288,7 +288,7 @@ class TestControlRuns:
         lucky.learn([*controlled(2), *[replace(run(DEFAULT, 30), is_control=True)] * 2])
         assert lucky.forgone() > 0.02
 
-    def test_default_of_many_times_the_cost_spends_its_budget_at_once(self) -> None:
+    def test_default_of_many_times_the_cost_spends_the_budget_at_once(self) -> None:
         """The first run and a control run cost 500 J, 80 runs at the best size 50 J: 450 J of 5000 J were forgone."""
         judge = Judge(DEFAULT, BEST)
         judge.learn([run(DEFAULT, 500), *[run(BEST, 50)] * 80])

@@ -48,7 +48,7 @@ def test_parts_of_an_epoch_sum_up_to_the_energy() -> None:
     meter.end()
 
 
-def test_part_that_is_unknown_in_a_window_is_left_out_of_its_epoch() -> None:
+def test_part_unknown_in_a_window_is_left_out_of_the_epoch() -> None:
     listed = [Measurement(1.0, 5.0, "replay", parts) for parts in ({"gpu_0": 5.0}, {}, {"gpu_0": 5.0})]
     meter = EpochMeter(ReplayMonitor(listed, GPUS))
     meter.begin()

@@ -17,7 +17,7 @@ from zeus_plugins.energy import NvmlMonitor, nvml
 OTHERS = "shared with other processes"
 
 
-def test_foreign_process_that_ends_within_a_window_stands_in_its_source_only() -> None:
+def test_foreign_process_ending_within_a_window_stands_in_the_source_of_this_window_only() -> None:
     gpu = FakeGpu(pids=[4_000_001])
     monitor = NvmlMonitor(nvml=FakeNvml([gpu]), clock=Clock())
     monitor.begin_window("a")
@@ -26,7 +26,7 @@ def test_foreign_process_that_ends_within_a_window_stands_in_its_source_only() -
     assert window(monitor, Clock(), 0.0).source == "nvml"
 
 
-def test_foreign_process_that_ends_before_a_window_begins_does_not_stand_in_its_source() -> None:
+def test_foreign_process_ending_before_a_window_does_not_stand_in_the_source() -> None:
     gpu = FakeGpu(pids=[4_000_001])
     monitor = NvmlMonitor(nvml=FakeNvml([gpu]), clock=Clock())
     monitor.begin_window("first")
@@ -90,7 +90,7 @@ def test_foreign_processes_are_reported_once_and_named_in_the_source(
         assert "(on GPU 0 (NVIDIA H200)): its energy is theirs, too" in warnings[0]
 
 
-def test_old_driver_that_lists_no_processes_claims_nothing() -> None:
+def test_old_driver_without_a_list_of_processes_claims_nothing() -> None:
     class Old(FakeNvml):
         def __getattribute__(self, name: str) -> Any:
             if "Processes" in name:

@@ -133,7 +133,7 @@ def test_unreadable_or_zero_counter_is_named(tmp_path: Path, file: str, content:
 
 
 @pytest.mark.parametrize("content", ["0\n", "", None], ids=["stands at 0", "is empty", "is absent"])
-def test_memory_that_cannot_be_read_is_left_out_with_one_warning(
+def test_unreadable_memory_is_left_out_with_a_single_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | None
 ) -> None:
     root, clock = make_powercap(tmp_path), Clock()

@@ -37,7 +37,7 @@ def test_money_and_co2_follow_the_stated_rates() -> None:
     assert Rates({}).of(2 * KWH, 10.0) == {}
 
 
-def test_rate_of_a_window_is_the_mean_of_its_rows_by_time(tmp_path: Path) -> None:
+def test_rate_of_a_window_is_the_mean_of_rows_by_time(tmp_path: Path) -> None:
     rows = "2026-11-25 12:00,500\n2026-11-25 10:00,300\n2026-11-25 11:00,400\n"
     rates = Rates({"ZEUS_CO2_G_PER_KWH": table(tmp_path, f"\ufefftime,CO2 in g\n{rows}")}, at(10))
     assert rates.of(KWH, 60.0, at(10, 30)) == {"co2_g": 300.0}
@@ -60,7 +60,9 @@ def test_table_must_cover_the_present(tmp_path: Path) -> None:
         Rates({"ZEUS_PRICE_PER_KWH": table(tmp_path, "".join(("time,price\n", *rows[:1])))})
 
 
-def test_last_rate_continues_after_the_table_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_last_rate_continues_after_the_table_with_a_single_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rates = Rates({"ZEUS_PRICE_PER_KWH": table(tmp_path, OWN)}, at(12))
     for hour in (14, 15):
         assert rates.of(KWH, 60.0, at(hour)) == {"money": -0.4}
@@ -85,7 +87,7 @@ def test_last_rate_continues_after_the_table_with_one_warning(tmp_path: Path, ca
         ({}, "time,price\n2025-01-01,1\n2025-01-02,1\n", r"2025-01-01 00:00 to 2025-01-03 00:00 UTC, but none for now"),
     ],
 )
-def test_rate_that_cannot_be_used_is_an_error_at_start(
+def test_unusable_rate_is_an_error_at_start(
     tmp_path: Path, environ: dict[str, str], text: str | None, problem: str
 ) -> None:
     if text is not None:

@@ -138,7 +138,7 @@ def test_zeus_describes_amd_gpus() -> None:
 
 
 @pytest.mark.parametrize(("variable", "power_w"), [("60", 60.0), (None, 65.0)])
-def test_system_on_a_chip_is_described_by_its_board_and_the_stated_watts(
+def test_system_on_a_chip_is_described_by_the_board_and_the_stated_watts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str | None, power_w: float
 ) -> None:
     if variable is not None:

@@ -39,7 +39,7 @@ def test_target_reached_at_the_first_evaluation_counts_once_the_second_has_confi
     assert [(each.epochs, each.metric, each.time_s) for each in bench.view().trials] == [(1, 0.9, 1.0)] * 2
 
 
-def test_run_without_a_second_evaluation_counts_at_its_end(bench: FrameworkBench) -> None:
+def test_run_without_a_second_evaluation_counts_at_the_end(bench: FrameworkBench) -> None:
     callback = bench.callback(bench.job(0.8, max_epochs=2, batch_sizes=(SERVERS_SIZE,)), steps="unchanged")
     training = bench.training(callback, epochs=2, scores=(0.9,), max_steps=len(EPOCH_OF_48) + 1)
     training.train()

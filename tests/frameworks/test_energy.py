@@ -94,7 +94,7 @@ def test_both_callbacks_measure_side_by_side(bench: FrameworkBench, is_first: bo
 
 
 @pytest.mark.parametrize("depth", [3, 20])
-def test_queued_work_of_an_epoch_is_measured_with_it(
+def test_queued_work_of_an_epoch_is_measured_with_the_epoch(
     bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     work = Queued(depth)

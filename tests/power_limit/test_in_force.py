@@ -160,7 +160,7 @@ def test_window_in_which_another_program_set_the_limit_is_measured_again(caplog:
     assert here.gpu.limit_mw == 500_000  # no longer the 700 W of the start
 
 
-def test_limit_that_another_program_keeps_changing_ends_the_search(caplog: pytest.LogCaptureFixture) -> None:
+def test_limit_changed_by_another_program_again_and_again_ends_the_search(caplog: pytest.LogCaptureFixture) -> None:
     here = Replayed()
     here.meddle = lambda limit_w: setattr(here.gpu, "limit_mw", 550_000 if limit_w <= 300 else here.gpu.limit_mw)
     zeus = here.profiler()
@@ -199,7 +199,7 @@ def test_window_in_which_another_limiter_was_active_is_measured_again(caplog: py
     assert here.gpu.limit_mw == 700_000
 
 
-def test_limit_that_an_administrator_sets_after_the_choice_stays(caplog: pytest.LogCaptureFixture) -> None:
+def test_limit_set_by_an_administrator_after_the_choice_stays(caplog: pytest.LogCaptureFixture) -> None:
     here = Replayed()
     zeus = here.profiler()
     here.train(zeus, 7)
@@ -251,7 +251,7 @@ def start_live_process() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_training_that_ends_before_its_first_change_restores_a_limit_left_behind(
+def test_training_ending_before_the_first_change_restores_a_limit_left_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     here = Replayed(limit_mw=400_000, default_mw=700_000)
@@ -264,7 +264,7 @@ def test_training_that_ends_before_its_first_change_restores_a_limit_left_behind
     assert recall("GPU-0") is None
 
 
-def test_live_training_is_named_and_its_limit_left_alone(
+def test_live_training_is_named_and_the_limit_left_alone(
     caplog: pytest.LogCaptureFixture, live: subprocess.Popen[bytes]
 ) -> None:
     here = Replayed(limit_mw=400_000, default_mw=700_000)

@@ -40,7 +40,7 @@ def run(framework: str, folder: Path, server_url: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
-def test_limits_set_by_one_process_and_known_to_the_server_reach_both_processes(
+def test_limits_set_by_a_process_and_known_to_the_server_reach_both_processes(
     framework: str, tmp_path: Path, server: ServerProcess
 ) -> None:
     first, second = run(framework, tmp_path, server.url)

@@ -313,7 +313,7 @@ def test_device_failing_later_ends_the_profiling_but_not_the_training(
     zeus.close()
 
 
-def test_device_that_cannot_set_the_chosen_limit_has_the_found_limit(
+def test_device_unable_to_set_the_chosen_limit_has_the_found_limit(
     caplog: pytest.LogCaptureFixture, where: ReplayMachine
 ) -> None:
     zeus = profiler(where, devices=[Breaks(where.devices[0], takes=5)])

@@ -79,7 +79,7 @@ def test_target_is_the_first_value_reached_by_the_default_in_time() -> None:
     assert found.max_epochs == 15  # three times the five epochs of four evaluations each
 
 
-def test_falling_metric_has_its_target_between_two_epochs() -> None:
+def test_falling_metric_has_a_target_between_two_epochs() -> None:
     curve = rising(20.0, 5.0, 4.0, 3.5, 3.2)
     found = target(GPT2, [calibration(size, curve, task="gpt2-medium") for size in (32, 8, 128)], SECONDS)
     assert found.metric == 4.5
@@ -175,7 +175,7 @@ class Endless:
         self.is_terminated = True
 
 
-def test_training_is_ended_with_its_call_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_ended_with_the_call_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = Endless()
     monkeypatch.setattr(harness, "Launcher", lambda _: type("", (), {"start": lambda *_: process})())
     trainings = Trainings(State(tmp_path), "http://127.0.0.1:1", end_s=time.monotonic() + 5)
@@ -232,7 +232,7 @@ def test_packed_state_is_complete_at_any_time(tmp_path: Path, monkeypatch: pytes
         assert database.execute("SELECT number FROM trials").fetchall() == [(7,)]
 
 
-def test_process_exits_before_the_end_of_its_call(tmp_path: Path) -> None:
+def test_process_exits_before_the_end_of_the_call(tmp_path: Path) -> None:
     program = """
 import sys, time
 from pathlib import Path

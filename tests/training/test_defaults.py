@@ -235,7 +235,7 @@ def test_complete_job_is_used_unchanged() -> None:
     assert planned(JobWish(job=job, monitor="val_acc")) == JobPlan(job=job, monitor="val_acc")
 
 
-def test_fields_that_a_mapping_leaves_out_are_read_from_the_training() -> None:
+def test_fields_absent_from_a_mapping_are_read_from_the_training() -> None:
     wish = {"monitor": "val_acc", "target": 0.9, "job_id": None, "mode": None, "batch_sizes": None}
     said = {**wish, "max_epochs": None, "confirm": None}
     plain = planned(JobWish(monitor="val_acc", target=0.9), FACTS)

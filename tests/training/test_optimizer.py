@@ -72,7 +72,7 @@ def test_rates_are_raised_above_the_default_size_only(default: int, factor: floa
     assert schedule.base_lrs == pytest.approx([0.1 * factor])
 
 
-def test_loop_registers_the_rule_by_which_it_scales(tmp_path: Path) -> None:
+def test_loop_registers_the_rule_of_scaling(tmp_path: Path) -> None:
     seen = []
     with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         for scales in (False, True, True, False, False):

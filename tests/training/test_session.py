@@ -128,7 +128,7 @@ def test_trial_of_another_rule_is_given_back(tmp_path: Path) -> None:
     assert session.trial.trial_number == 2
 
 
-def test_launches_that_change_the_rule_again_and_again_are_refused(tmp_path: Path) -> None:
+def test_launches_changing_the_rule_again_and_again_are_refused(tmp_path: Path) -> None:
     with Raced(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         client.races = 100
         session = TrialSession(JobPlan(job=JOB, scaling="rate auto"), client, monitor_of((1.0, 50.0)))

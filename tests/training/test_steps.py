@@ -107,7 +107,7 @@ def test_driven_schedule_has_the_rates_of_the_own_size_at_the_same_samples(make:
     assert rates_of(make, 120, Fraction(3))[2::3] == own
 
 
-def test_one_cycle_holds_its_last_rate_in_steps_after_its_end() -> None:
+def test_one_cycle_holds_the_last_rate_in_steps_after_the_end() -> None:
     assert rates_of(one_cycle, 30, Fraction(1, 2))[20:] == [rates_of(one_cycle, 40)[-1]] * 10
 
 
