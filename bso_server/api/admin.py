@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Annotated
 
 from litestar import Response, get, post
+from litestar.exceptions import HTTPException
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.spec import SecurityRequirement
-from litestar.params import QueryParameter
 
-from bso_server.api.auth import CallerRequest, needs, readable
-from bso_server.api.bodies import require_json
-from bso_server.api.errors import BODY, errors
-from bso_server.api.parameters import LARGEST, JobInPath, Reader, Service, TrialNumber
+from bso_server.api.auth import needs, readable
+from bso_server.api.errors import errors
+from bso_server.api.parameters import JobInPath, Reader, Service, TrialNumber
 from bso_server.core.access import Scope
-from bso_server.service.exports import MEDIA_TYPE
-from bso_server.service.imports import MAX_IMPORT_BYTES
 from bso_server.service.reading import version_view
 from bso_server.service.views import Liveness, VersionView
-from zeus_plugins.protocol import JobSummary, Paths, TrialView
+from zeus_plugins.protocol import Paths, TrialView
 
 # The OpenAPI document says by this that no token is needed.
 _OPEN: list[SecurityRequirement] = [{}]
@@ -29,24 +25,11 @@ _OPEN: list[SecurityRequirement] = [{}]
 _METRICS_TYPE = "text/plain; version=0.0.4"
 
 
-@post(
-    Paths.IMPORT,
-    summary="Import a job",
-    opt=needs(Scope.ADMIN),
-    request_max_body_size=MAX_IMPORT_BYTES,
-    responses=errors(HTTPStatus.CONFLICT, *BODY),
-)
-async def import_job(
-    request: CallerRequest,
-    service: Service,
-    first_line: Annotated[
-        int,
-        QueryParameter(ge=1, le=LARGEST, description="Number of the body's first line in a larger file, for errors."),
-    ] = 1,
-) -> JobSummary:
-    """Create a job with its trials from an export, in the JSON Lines format of `GET /api/jobs/{job_id}/export`."""
-    require_json(request.headers, MEDIA_TYPE)
-    return await service.import_job(request.stream(), first_line=first_line)
+@post("/api/import", opt=needs(Scope.ADMIN), include_in_schema=False)
+async def refuse_import() -> None:
+    """Name the command that replaces this route."""
+    message = "this route was removed: bso-server jobs import FILE imports jobs where the database can be reached"
+    raise HTTPException(message, status_code=HTTPStatus.GONE)
 
 
 @post(

@@ -47,16 +47,16 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
     return receive_in_time
 
 
-def require_json(headers: Mapping[str, str], also: str = "") -> None:
-    """Raise unless a body is not encoded, and its ``Content-Type`` is JSON, `also`, or missing.
+def require_json(headers: Mapping[str, str]) -> None:
+    """Raise unless a body is not encoded, and its ``Content-Type`` is JSON or missing.
 
     Zeus's clients send no ``Content-Type``. Text and forms are refused because a web page of another site may send them
     to this server without a preflight request.
     """
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     encoding, problem = headers.get("content-encoding", "identity"), None
-    if media_type not in ("", "application/json", also) and not media_type.endswith("+json"):
-        problem = f"must be JSON, not {media_type!r}: send the header Content-Type: {also or 'application/json'}"
+    if media_type not in ("", "application/json") and not media_type.endswith("+json"):
+        problem = f"must be JSON, not {media_type!r}: send the header Content-Type: application/json"
     elif encoding.lower() != "identity":
         problem = f"must not be encoded, as the header Content-Encoding: {encoding:.40} says: send it as it is"
     if problem is not None:

@@ -13,7 +13,6 @@ from litestar.exceptions import HTTPException, ValidationException
 from litestar.openapi.datastructures import ResponseSpec
 
 from bso_server.errors import STATUS_OF, BsoError
-from bso_server.service.imports import MAX_IMPORT_BYTES
 from zeus_plugins.protocol import ErrorBody, FieldError, RefusalReason
 
 logger = logging.getLogger("bso_server")
@@ -27,8 +26,7 @@ _HEADERS_OF = {
 # Messages that replace Litestar's, which do not say what to change.
 _WORDS_OF = {
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: (
-        "the request's body is larger than this server takes: its setting ZEUS_BSO_MAX_BODY_BYTES says the limit, and "
-        f"{MAX_IMPORT_BYTES} bytes is that of an import; bso-server jobs import --database-url has none"
+        "the request's body is larger than this server takes: its setting ZEUS_BSO_MAX_BODY_BYTES says the limit"
     ),
 }
 
@@ -117,7 +115,7 @@ EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
 
 
 _MEANING = {
-    HTTPStatus.BAD_REQUEST: "A body that is no JSON (an import gets 422), or a host name not served here.",
+    HTTPStatus.BAD_REQUEST: "A body that is no JSON, or a host name not served here.",
     HTTPStatus.UNAUTHORIZED: "A token is needed, and there is none or not a good one.",
     HTTPStatus.FORBIDDEN: "The caller may not do that.",
     HTTPStatus.NOT_FOUND: "No such job or trial.",

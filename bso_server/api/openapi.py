@@ -1,7 +1,7 @@
 """The OpenAPI document, with pydantic's own description of each message.
 
-Litestar's schemas lose constraints inside unions and describe ``tuple[X, ...]`` as a list of X or anything. Litestar
-also lacks the body of ``POST /api/import``.
+Litestar's schemas lose constraints inside unions and describe ``tuple[X, ...]`` as a list of X or anything. The
+document also describes the lines of an export.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from litestar import Request
 from litestar.openapi.plugins import JsonRenderPlugin
 from pydantic.json_schema import models_json_schema
 
-from bso_server.service.exports import MEDIA_TYPE, JobExport, TrialExport
-from zeus_plugins.protocol import Paths, WireMessage
+from bso_server.service.exports import JobExport, TrialExport
+from zeus_plugins.protocol import WireMessage
 
 
 class OpenApiDocument(JsonRenderPlugin):
@@ -29,18 +29,14 @@ class OpenApiDocument(JsonRenderPlugin):
 
 
 def completed(document: dict[str, Any]) -> dict[str, Any]:
-    """Return Litestar's document with pydantic's schemas, and with the body of the import, which it lacks."""
+    """Return Litestar's document with pydantic's schemas, and with the lines of an export, which no body refers to."""
     components = document["components"]
     ours = _schemas()
-    paths = dict(document["paths"])
-    # The import handler streams its body, so Litestar does not describe the body.
-    body = {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}, "required": True}
-    paths[Paths.IMPORT] = {"post": {**paths[Paths.IMPORT]["post"], "requestBody": body}}
     used = set(components["schemas"])
     for message in (JobExport, TrialExport):
         used |= _named(message.__name__, ours)
     schemas = {name: ours.get(name) or components["schemas"][name] for name in sorted(used)}
-    return {**document, "paths": paths, "components": {**components, "schemas": schemas}}
+    return {**document, "components": {**components, "schemas": schemas}}
 
 
 def _named(name: str, schemas: dict[str, Any]) -> set[str]:

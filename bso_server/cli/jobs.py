@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
@@ -17,6 +17,7 @@ from urllib.parse import quote, urlencode
 from pydantic import BaseModel, ValidationError
 
 from bso_server.cli.common import (
+    SERVER_URL_VARIABLE,
     TOKEN_VARIABLE,
     CommandError,
     Commands,
@@ -37,7 +38,7 @@ from bso_server.errors import (
 from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService
 from bso_server.service.commands import Commands as Changes
-from bso_server.service.exports import MEDIA_TYPE, export, split_exports
+from bso_server.service.exports import export, split_exports
 from bso_server.service.imports import LONGEST_LINE_BYTES, import_job
 from bso_server.service.views import MAX_PAGE
 from bso_server.settings import secret
@@ -67,8 +68,10 @@ if TYPE_CHECKING:
 Message = TypeVar("Message", bound=BaseModel)
 Page = TypeVar("Page", JobList, TrialList)
 
-# Long enough for the export and import of whole jobs.
+# Long enough for the export of whole jobs.
 _TIMEOUT_S = 300.0
+
+_DATABASE_ALONE = "jobs import needs the database, so run it there, or name the database by --database-url"
 
 # Trials that `jobs show` prints by default.
 _LATEST = 20
@@ -77,19 +80,12 @@ _LATEST = 20
 _LOGIN = re.compile("//[^/]*@")
 
 
-class _RefusedError(CommandError):
-    """The server refuses one job, but may accept another."""
+class _NotFoundError(CommandError):
+    """The server has no such job or trial."""
 
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-# Statuses of answers that refuse one job; another job may be accepted.
-_OF_JOB = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 # Errors of one import, after which the next job may succeed.
-_REFUSALS = (InvalidImportError, InvalidJobError, JobConflictError, PolicyNotInstalledError, _RefusedError)
+_REFUSALS = (InvalidImportError, InvalidJobError, JobConflictError, PolicyNotInstalledError)
 
 
 def add_jobs_commands(commands: Commands) -> None:
@@ -134,8 +130,11 @@ def add_jobs_commands(commands: Commands) -> None:
     export_.add_argument("--format", action=RemovedOption, instead="jobs show JOB --json has the fields of each trial")
     export_.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
 
-    import_ = add_command(jobs, "import", "create the jobs of a file from `jobs export`", _import, or_server=True)
+    import_ = add_command(jobs, "import", "create the jobs of a file from `jobs export`", _import)
     import_.add_argument("file", metavar="FILE", type=Path)
+    import_.add_argument("--server-url", action=RemovedOption, instead=_DATABASE_ALONE)
+    # With a default, `ZEUS_SERVER_URL` counts: its database, or the error for a server.
+    import_.set_defaults(server_url=None)
     import_.add_argument("--job-id", action=RemovedOption, instead="write the new id into the first line of the job")
 
     discard = add("discard", "set aside a trial that ended with wrong numbers", _discard)
@@ -219,9 +218,9 @@ def _export(options: argparse.Namespace) -> None:
                 with _answered(options, "GET", f"{_path_of_job(job_id)}/export") as answer:
                     for piece in answer.iter_text():
                         file.write(piece)
-            except _RefusedError as error:
+            except _NotFoundError:
                 # A job of the list may have been deleted since.
-                if not options.all or error.status != HTTPStatus.NOT_FOUND:
+                if not options.all:
                     raise
 
 
@@ -258,6 +257,8 @@ def written(output: Path | None) -> Iterator[TextIO]:
 
 
 def _import(options: argparse.Namespace) -> None:
+    if options.server_url is not None:
+        raise CommandError(f"{SERVER_URL_VARIABLE} names a server: {_DATABASE_ALONE}")
     refused: list[str] = []
     number = 0
     with options.file.open("rb") as file:
@@ -266,7 +267,7 @@ def _import(options: argparse.Namespace) -> None:
         for first_line, export in split_exports(lines):
             number += 1
             try:
-                job = _import_one(options, export, first_line)
+                job = with_store(options, partial(import_job, lines=export, first_line=first_line), schema="prepared")
             except _REFUSALS as error:
                 refused.append(f"{options.file}: {error}")
             else:
@@ -279,24 +280,6 @@ def _import(options: argparse.Namespace) -> None:
         print(printable(f"bso-server: {each}"), file=sys.stderr)
     if refused:
         raise CommandError(f"{len(refused)} of {number} jobs of {options.file} are not imported")
-
-
-def _import_one(options: argparse.Namespace, export: Iterator[bytes], first_line: int) -> JobSummary:
-    """Create a job from the lines of an export; raise like `import_job`."""
-    if options.server_url is not None:
-        path = f"{Paths.IMPORT}?{urlencode({'first_line': first_line})}"
-        with _answered(options, "POST", path, content=export) as answer:
-            return JobSummary.model_validate_json(answer.read())
-
-    async def in_turn() -> AsyncIterator[bytes]:
-        for line in export:
-            yield line
-
-    return with_store(
-        options,
-        lambda store: import_job(store, in_turn(), first_line=first_line),
-        schema="prepared",
-    )
 
 
 def _discard(options: argparse.Namespace) -> None:
@@ -338,8 +321,7 @@ def _revise(options: argparse.Namespace) -> None:
     if options.server_url is None:
         revised, _ = with_store(options, lambda store: BatchSizeService(store).register(asked))
     else:
-        body = iter([asked.model_dump_json().encode()])
-        with _answered(options, "POST", Paths.JOBS, content=body, media_type="application/json") as answer:
+        with _answered(options, "POST", Paths.JOBS, content=asked.model_dump_json()) as answer:
             revised = CreatedJob.model_validate_json(answer.read())
     changes = changes_in_words(terms_between(known, revised))
     print(f"job {known.job_id} revised: {changes}" if changes else f"job {known.job_id} has these terms already")
@@ -392,19 +374,15 @@ def _ask(options: argparse.Namespace, method: str, path: str) -> bytes:
 
 @contextmanager
 def _answered(
-    options: argparse.Namespace,
-    method: str,
-    path: str,
-    content: Iterator[bytes] | None = None,
-    media_type: str = MEDIA_TYPE,
+    options: argparse.Namespace, method: str, path: str, content: str | None = None
 ) -> Iterator[httpx.Response]:
-    """Send a request to the server, and yield the answer before its body is read."""
+    """Send a request to the server, with JSON as its body or none, and yield the answer before its body is read."""
     # Imported here, because the server starts faster without it.
     import httpx
 
     url = options.server_url.rstrip("/") + path
     token = (secret(TOKEN_VARIABLE, os.environ) or "").strip()
-    headers = {"Content-Type": media_type} if content is not None else {}
+    headers = {"Content-Type": "application/json"} if content is not None else {}
     if token:
         headers["Authorization"] = f"Bearer {token}"
     shown = _LOGIN.sub("//", url)
@@ -413,9 +391,7 @@ def _answered(
             if response.is_error:
                 response.read()
                 said = f"{shown} answered {response.status_code}: {_message_in(response)}"
-                if response.status_code in _OF_JOB:
-                    raise _RefusedError(said, response.status_code)
-                raise CommandError(said)
+                raise (_NotFoundError if response.status_code == HTTPStatus.NOT_FOUND else CommandError)(said)
             yield response
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CommandError(f"no answer from {shown}: {error}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -33,7 +33,6 @@ from bso_server.errors import InvalidReportError, UnknownJobError, UnknownTrialE
 from bso_server.service import reading
 from bso_server.service.decisions import TRIES, Basis, Decided, Turns, basis_of, decide, turn
 from bso_server.service.dispatches import dispatch_of, save_start, started_with, with_job
-from bso_server.service.imports import import_job
 from bso_server.service.loading import known_job, known_trial, locked_job, locked_trial, open_trials, recomputed
 from bso_server.service.refusals import (
     log_replaced,
@@ -62,7 +61,6 @@ from zeus_plugins.protocol import (
     Heartbeat,
     HeartbeatResponse,
     JobSpecFromClient,
-    JobSummary,
     OfflineTrial,
     Origin,
     TrialDispatch,
@@ -544,10 +542,6 @@ class BatchSizeService:
         for job_id in await self._store.read(self.commands.jobs_to_reap):
             abandoned += await self._store.write_at_once(self.commands.reap, job_id)
         return abandoned
-
-    async def import_job(self, pieces: AsyncIterable[bytes], *, first_line: int = 1) -> JobSummary:
-        """Create a job with all its trials from an export, or nothing; see `imports.import_job`."""
-        return await import_job(self._store.patient(), pieces, first_line=first_line)
 
     async def delete_job(self, job_id: str) -> None:
         """Delete a job with all its trials."""

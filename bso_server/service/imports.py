@@ -1,14 +1,13 @@
 """Imports: an export (`service.exports`) becomes a job, in one transaction.
 
-The whole job is parsed and validated before the transaction, in a thread, so that the event loop stays free. The limits
-keep the transaction below its deadline, and a job below some hundred megabytes of memory.
+The whole job is parsed and validated before the transaction. The limits keep the transaction below its deadline, and a
+job below some hundred megabytes of memory.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, count
 from typing import Self, TypeVar
 
@@ -41,14 +40,8 @@ MOST_TRIALS = 20_000
 MOST_REPORTS = 200_000
 """Largest numbers of trials and of their reports in an import, whose transaction takes some seconds."""
 
-# More than a job within these limits takes.
-MAX_IMPORT_BYTES = 256 * 1024 * 1024
-
 # Size of a trial with about 100,000 reports.
 LONGEST_LINE_BYTES = 32 * 1024 * 1024
-
-# Bytes of lines that are processed at a time, within a few milliseconds.
-_BYTES_AT_ONCE = 64 * 1024
 
 # Fields that follow from a trial's epochs, which Zeus does not keep.
 _OF_EPOCHS = ("epoch", "first_epoch")
@@ -333,63 +326,37 @@ class JobInImport:
         installed(self.export.job.policy)
 
 
-async def import_job(store: Store, pieces: AsyncIterable[bytes], *, first_line: int = 1) -> JobSummary:
-    """Create a job with all its trials from an export, or nothing.
+async def import_job(store: Store, lines: Iterable[bytes], *, first_line: int = 1) -> JobSummary:
+    """Create a job with all its trials from the lines of an export, or nothing.
 
     Args:
         store: Where the job is created, with long deadlines.
-        pieces: The text of the export, a few kilobytes at a time.
-        first_line: Number of its first line, for errors.
+        lines: The lines, some of which may be blank.
+        first_line: Number of the first line, for errors.
 
     Raises:
-        InvalidImportError: The text is no export, its fields contradict each other, or the job is too large.
+        InvalidImportError: The lines are no export, their fields contradict each other, or the job is too large.
         JobConflictError: A job with this id exists.
         InvalidJobError: The job's id cannot be part of a URL.
         PolicyNotInstalledError: The job's policy is not installed.
     """
-    job: JobInImport | None = None
-    async for lines in _lines_in(pieces, first_line):
-        if job is None:
-            job = JobInImport(*lines.pop(0))
-            # Before the trials are read, because they may take minutes to arrive.
-            await store.read(job.refuse_existing)
-        await asyncio.to_thread(_add_all, job, lines)
-    if job is None:
+    numbered = _numbered(lines, first_line)
+    first = next(numbered, None)
+    if first is None:
         raise _invalid(f"line {first_line}", "", "there is no export, the text is empty")
-    complete, history, attempts = job, await asyncio.to_thread(job.close), count()
-    return await store.write(lambda transaction: complete.save(transaction, history, again=next(attempts) > 0))
-
-
-def _add_all(job: JobInImport, lines: list[tuple[str, bytes]]) -> None:
-    for place, line in lines:
+    job = JobInImport(*first)
+    # Before the attempts, which take an equal job for the work of an earlier attempt.
+    await store.read(job.refuse_existing)
+    for place, line in numbered:
         job.add(place, line)
+    history, attempts = job.close(), count()
+    return await store.write(lambda transaction: job.save(transaction, history, again=next(attempts) > 0))
 
 
-async def _lines_in(pieces: AsyncIterable[bytes], number: int) -> AsyncIterator[list[tuple[str, bytes]]]:
-    """Yield the lines that are not blank with their places: the first line at once, later lines in groups.
-
-    Raises:
-        InvalidImportError: A line is too long.
-    """
-    lines: list[tuple[str, bytes]] = []
-    parts: list[bytes] = []
-    waiting = length = enough = 0
-    async for piece in pieces:
-        *ends, rest = piece.split(b"\n")
-        for end in ends:
-            text, parts, length = b"".join([*parts, end]), [], 0
-            if text.strip():
-                lines.append((f"line {number}", text))
-            number += 1
-        parts.append(rest)
-        length += len(rest)
-        waiting += len(piece)
-        if length > LONGEST_LINE_BYTES:
+def _numbered(lines: Iterable[bytes], first: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines that are not blank with their places; raise `InvalidImportError` for a line that is too long."""
+    for number, line in enumerate(lines, first):
+        if len(line) > LONGEST_LINE_BYTES:
             raise _invalid(f"line {number}", "", f"it is longer than {LONGEST_LINE_BYTES} bytes")
-        if lines and waiting >= enough:
-            yield lines
-            lines, waiting, enough = [], 0, _BYTES_AT_ONCE
-    if (text := b"".join(parts)).strip():
-        lines.append((f"line {number}", text))
-    if lines:
-        yield lines
+        if line.strip():
+            yield f"line {number}", line

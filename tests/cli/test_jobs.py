@@ -61,6 +61,11 @@ def source(request: pytest.FixtureRequest, server: ServerProcess) -> list[str]:
     return [request.param, server.database_url if request.param == "--database-url" else server.url]
 
 
+@pytest.fixture
+def database(server: ServerProcess) -> list[str]:
+    return ["--database-url", server.database_url]
+
+
 def run(*arguments: str | Path) -> Output:
     done = bso_server(*map(str, arguments))
     return done.returncode, done.stdout, done.stderr
@@ -221,22 +226,32 @@ def exported(server: ServerProcess, job_id: str, tmp_path: Path) -> Path:
 
 class TestImport:
     def test_import_accepts_a_new_id(
-        self, server: ServerProcess, job_id: str, exported: Path, source: list[str]
+        self, server: ServerProcess, job_id: str, exported: Path, database: list[str]
     ) -> None:
         other = new_id()
         exported.write_bytes(encoded(renamed(decoded(exported.read_text()), other)))
         imported = (0, f"job {other} is imported with 2 trials\n", "")
-        assert run("jobs", "import", exported, *source) == imported
+        assert run("jobs", "import", exported, *database) == imported
         assert shown(server, other) == shown(server, job_id)
 
-    def test_missing_file_is_reported(self, tmp_path: Path, source: list[str]) -> None:
-        assert_failed(run("jobs", "import", tmp_path / "absent.jsonl", *source), "absent.jsonl", "No such file")
+    def test_import_over_a_server_names_what_to_do(
+        self, server: ServerProcess, exported: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        status, out, err = run("jobs", "import", exported, "--server-url", server.url)
+        assert (status, out) == (2, "")
+        assert "--server-url was removed: jobs import needs the database" in err
+        monkeypatch.setenv(SERVER_URL_VARIABLE, server.url)
+        words = ("ZEUS_SERVER_URL names a server", "name the database by --database-url")
+        assert_failed(run("jobs", "import", exported), *words)
+
+    def test_missing_file_is_reported(self, tmp_path: Path, database: list[str]) -> None:
+        assert_failed(run("jobs", "import", tmp_path / "absent.jsonl", *database), "absent.jsonl", "No such file")
 
     @pytest.mark.parametrize("text", ["", "{", '{"format": ', "trial_number,batch_size\r\n1,16\r\n", "[]", "\0", "é"])
-    def test_file_without_a_job_is_refused(self, tmp_path: Path, source: list[str], text: str) -> None:
+    def test_file_without_a_job_is_refused(self, tmp_path: Path, database: list[str], text: str) -> None:
         file = tmp_path / "broken.jsonl"
         file.write_text(text, encoding="latin-1")
-        assert_failed(run("jobs", "import", file, *source), "broken.jsonl", "" if text else "it is empty")
+        assert_failed(run("jobs", "import", file, *database), "broken.jsonl", "" if text else "it is empty")
 
 
 def jobs_in(text: str) -> list[Lines]:
@@ -272,7 +287,7 @@ class TestAllJobs:
         assert f"{number} of {number} jobs of {first} are not imported" in err
 
     def test_refused_job_does_not_prevent_further_imports(
-        self, exported: Path, source: list[str], tmp_path: Path
+        self, exported: Path, database: list[str], tmp_path: Path
     ) -> None:
         first = decoded(exported.read_text())
         jobs = [first, *(renamed(first) for _ in range(3))]
@@ -280,7 +295,7 @@ class TestAllJobs:
         file = tmp_path / "some.jsonl"
         # Another program may have left blank lines.
         file.write_bytes(b"\n".join([*map(encoded, jobs), b'{"format": 1}']))
-        status, out, err = run("jobs", "import", file, *source)
+        status, out, err = run("jobs", "import", file, *database)
         imported = [jobs[1][0]["job"]["job_id"], jobs[3][0]["job"]["job_id"]]
         assert (status, out) == (1, "".join(f"job {each} is imported with 2 trials\n" for each in imported))
         exists, contradicts, no_export, all_in_all = err.splitlines()
@@ -288,15 +303,6 @@ class TestAllJobs:
         assert "line 10, batch_size: " in contradicts
         assert "line 17, format: " in no_export
         assert all_in_all == f"bso-server: 3 of 5 jobs of {file} are not imported"
-
-    def test_token_without_permission_ends_the_whole_import(
-        self, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        server, tokens = guarded
-        exported.write_text(3 * exported.read_text())
-        monkeypatch.setenv(TOKEN_VARIABLE, tokens["read"])
-        assert_failed(run("jobs", "import", exported, "--server-url", server.url), "answered 403")
-        assert run("jobs", "export", "--all", "--server-url", server.url)[0] == 0
 
     @pytest.mark.parametrize(("status", "fails"), [(404, 0), (400, 1), (409, 1)])
     def test_export_of_all_jobs_skips_only_deleted_jobs(
@@ -416,8 +422,8 @@ class TestTokens:
         server, tokens = guarded
         source, job_id = ["--server-url", server.url], new_id()
         exported.write_bytes(encoded(renamed(decoded(exported.read_text()), job_id)))
+        run("jobs", "import", exported, "--database-url", server.database_url)
         commands: list[list[Any]] = [
-            ["jobs", "import", exported, *source],
             ["jobs", "export", job_id, *source],
             ["jobs", "delete", job_id, "--yes", *source],
         ]

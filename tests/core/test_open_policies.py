@@ -15,7 +15,7 @@ from bso_server.core.policy import GROUP, _found, find, names
 from bso_server.errors import PolicyNotInstalledError
 from bso_server.service.health import differences
 from tests.support import ROOT, jobs
-from tests.support.exports import exported, pieces_of, renamed
+from tests.support.exports import exported, import_lines, renamed
 from tests.support.policies import check_policy
 from tests.support.servers import ServerProcess
 from tests.support.service import JobService, job_service
@@ -168,9 +168,9 @@ async def test_job_with_a_missing_policy_is_neither_registered_nor_imported(
     with pytest.raises(PolicyNotInstalledError, match="which has gp_voi and zeus"):
         await server.service.register(other)
     with pytest.raises(PolicyNotInstalledError):
-        await server.service.import_job(pieces_of(copy))
+        await import_lines(server.store, copy)
     packages.install("latest", "my_policy", EXAMPLE)
-    await server.service.import_job(pieces_of(copy))
+    await import_lines(server.store, copy)
     assert await server.store.read(differences, other.job_id) == []
 
 

@@ -24,7 +24,7 @@ from bso_server.service.views import FleetJob, FleetPage, Tariff
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from bso_server.ui import fleet, html
-from tests.support.exports import exported, pieces_of, renamed
+from tests.support.exports import exported, import_lines, renamed
 from tests.support.service import HOUR_S, JobService, new_job, result
 from zeus_plugins.protocol import (
     GP_VOI,
@@ -207,7 +207,7 @@ async def test_tags_group_jobs_and_travel_with_exports(bso: JobService) -> None:
     assert groups.keys() <= {"no tag site"}
     copy = renamed(await exported(bso.store, bso.job_id))
     assert copy[0]["job"]["tags"] == tags
-    imported = await bso.service.import_job(pieces_of(copy))
+    imported = await import_lines(bso.store, copy)
     assert (await exported(bso.store, imported.job_id))[0]["job"]["tags"] == tags
 
 

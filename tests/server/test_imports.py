@@ -1,22 +1,17 @@
-"""Imports: lines cut anywhere, invisible until complete, nothing left after a failure, and their limits."""
+"""Imports: nothing left after a failure, and their limits."""
 
 from __future__ import annotations
 
-import asyncio
+import io
 import socket
-import threading
-import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sqlalchemy import func, select, update
 
 from bso_server.cli import main
@@ -25,12 +20,10 @@ from bso_server.service import imports
 from bso_server.service.exports import JobExport, TrialExport, export, split_exports
 from bso_server.storage.tables import arms, epochs, jobs, trials
 from bso_server.storage.transaction import Transaction
-from tests.support.databases import DATABASES
-from tests.support.exports import Lines, decoded, encoded, exported, import_over, pieces_of, renamed
+from tests.support.exports import Lines, decoded, encoded, exported, import_beside, import_lines, renamed
 from tests.support.jobs import job
-from tests.support.servers import ServerProcess, memory_of
+from tests.support.servers import ServerProcess
 from tests.support.service import JobService, job_service
-from tests.support.wire import OURS, begin
 from zeus_plugins.protocol import CreatedJob
 
 PATIENCE_S = 60.0
@@ -88,59 +81,23 @@ def told_of(lines: Lines) -> list[JobExport | TrialExport]:
     return [JobExport.model_validate(job), *map(TrialExport.model_validate, trials)]
 
 
-class Sender:
-    """Send an export in two halves, the second on request."""
-
-    def __init__(self, lines: Lines) -> None:
-        self.text = encoded(lines)
-        self.is_half = asyncio.Event()
-        self.goes_on = asyncio.Event()
-        self.error: Exception | None = None
-        self.sent = 0
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        half = len(self.text) // 2
-        for first in range(0, half, 4096):
-            yield self.text[first : min(first + 4096, half)]
-            self.sent = first
-        self.is_half.set()
-        await self.goes_on.wait()
-        if self.error is not None:
-            raise self.error
-        yield self.text[half:]
-
-    async def half_way(self, server: JobService) -> asyncio.Task[Any]:
-        """Return the import task, which waits for the second half."""
-        task = asyncio.create_task(server.service.import_job(self.pieces()))
-        await asyncio.wait({task, asyncio.create_task(self.is_half.wait())}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-        return task
-
-
-async def test_job_is_invisible_until_completely_imported(bso: JobService) -> None:
+async def test_imported_job_continues(bso: JobService) -> None:
     job_id = new_id()
-    sender = Sender(export_of(job_id, 400))
-    task = await sender.half_way(bso)
-    assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
-
-    sender.goes_on.set()
-    assert (await task).trials == 400
-    assert told_of(await exported(bso.store, job_id)) == told_of(decoded(sender.text))
-    registration = CreatedJob.model_validate(decoded(sender.text)[0]["job"])
+    lines = export_of(job_id, 400)
+    assert (await import_lines(bso.store, lines)).trials == 400
+    assert told_of(await exported(bso.store, job_id)) == told_of(lines)
+    registration = CreatedJob.model_validate(lines[0]["job"])
     assert await bso.service.register(registration) == (registration, False)
     trial = await bso.service.transact(bso.service.commands.begin_trial, job_id)
     assert trial.trial_number == 401
 
 
 async def test_job_registered_during_the_import_stays(bso: JobService) -> None:
-    sender = Sender(export_of(new_id(), 400))
-    task = await sender.half_way(bso)
-    registration = CreatedJob.model_validate(decoded(sender.text)[0]["job"])
+    lines = export_of(new_id(), 400)
+    registration = CreatedJob.model_validate(lines[0]["job"])
     assert (await bso.service.register(registration))[1]
-    sender.goes_on.set()
     with pytest.raises(JobConflictError, match="exists"):
-        await task
+        await import_lines(bso.store, lines)
     assert await bso.store.read(rows_of, registration.job_id) == [1, 2, 0, 0]
 
 
@@ -149,15 +106,7 @@ async def test_failed_import_leaves_nothing(bso: JobService, monkeypatch: pytest
     wrong = export_of(job_id, 400)
     wrong[-1]["ended_event"] = 799
     with pytest.raises(InvalidImportError, match="line 401, ended_event: event 799 is taken already"):
-        await bso.service.import_job(pieces_of(wrong))
-    assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
-
-    sender = Sender(export_of(job_id, 400))
-    task = await sender.half_way(bso)
-    sender.error = OSError("the client has left")
-    sender.goes_on.set()
-    with pytest.raises(OSError, match="has left"):
-        await task
+        await import_lines(bso.store, wrong)
     assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
 
     def fail(transaction: Transaction, *_: object) -> None:
@@ -167,49 +116,28 @@ async def test_failed_import_leaves_nothing(bso: JobService, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(Transaction, "insert_power_profiles", fail)
         with pytest.raises(OSError, match="has ended"):
-            await bso.service.import_job(pieces_of(export_of(job_id, 400)))
+            await import_lines(bso.store, export_of(job_id, 400))
     assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
-    assert (await bso.service.import_job(pieces_of(export_of(job_id, 400)))).trials == 400
+    assert (await import_lines(bso.store, export_of(job_id, 400))).trials == 400
 
 
 async def test_larger_job_is_refused_at_once(service: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = Sender(export_of("big-1", 400))
+    text = io.BytesIO(encoded(export_of("big-1", 400)))
     monkeypatch.setattr(imports, "MOST_TRIALS", 399)
     with pytest.raises(InvalidImportError, match=r"^line 1, trials: an import takes at most 399 trials"):
-        await service.service.import_job(sender.pieces())
-    assert sender.sent < 65536
+        await imports.import_job(service.store, text)
+    assert text.readline() != b"", "the trials were read"
     monkeypatch.setattr(imports, "MOST_TRIALS", 400)
     monkeypatch.setattr(imports, "MOST_REPORTS", 799)
     with pytest.raises(InvalidImportError, match=r"^line 401, epochs: an import takes at most 799 reports: remove"):
-        await service.service.import_job(pieces_of(export_of("big-1", 400)))
+        await import_lines(service.store, export_of("big-1", 400))
     monkeypatch.setattr(imports, "MOST_REPORTS", 800)
-    assert (await service.service.import_job(pieces_of(export_of("big-1", 400)))).trials == 400
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda job: job["job"].update(job_id="there-1", job_id_prefix="there"),
-        lambda job: job.update(version=2),
-        lambda job: job["job"].update(max_power=0),
-        lambda job: job.update(survivors=[3]),
-    ],
-)
-async def test_invalid_job_is_refused_before_the_trials_are_read(
-    spoil: Callable[[dict[str, Any]], None], tmp_path: Path
-) -> None:
-    async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}", job_id="there-1", job_id_prefix="there") as server:
-        export = export_of(new_id(), 1000)
-        spoil(export[0])
-        sender = Sender(export)
-        with pytest.raises((JobConflictError, InvalidImportError)):
-            await server.service.import_job(sender.pieces())
-        assert sender.sent < 2 * 65536
+    assert (await import_lines(service.store, export_of("big-1", 400))).trials == 400
 
 
 async def test_export_omits_trials_begun_during_the_export_and_can_be_imported(bso: JobService) -> None:
     job_id = new_id()
-    await bso.service.import_job(pieces_of(export_of(job_id, 250)))
+    await import_lines(bso.store, export_of(job_id, 250))
     pieces = export(bso.store, job_id)
     text = await anext(pieces) + await anext(pieces)
     begun = await bso.service.transact(bso.service.commands.begin_trial, job_id)
@@ -217,7 +145,7 @@ async def test_export_omits_trials_begun_during_the_export_and_can_be_imported(b
     text += b"".join([piece async for piece in pieces])
     job, *trials = decoded(text)
     assert [trial["trial_number"] for trial in trials] == list(range(1, 251))
-    assert (await bso.service.import_job(pieces_of(renamed([job, *trials], new_id())))).trials == 250
+    assert (await import_lines(bso.store, renamed([job, *trials], new_id()))).trials == 250
 
 
 @pytest.mark.slow
@@ -232,7 +160,7 @@ def test_export_of_a_job_deleted_during_the_export_is_cut_off(
         httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http,
         httpx.Client(base_url=server.url, timeout=PATIENCE_S, transport=takes_little) as slow,
     ):
-        import_over(http, export).raise_for_status()
+        import_beside(http, export)
         with slow.stream("GET", "/api/jobs/big-1/export") as answer:
             pieces = answer.iter_raw(100)
             next(pieces)
@@ -245,66 +173,6 @@ def test_export_of_a_job_deleted_during_the_export_is_cut_off(
         assert "unknown job" in capsys.readouterr().err
         assert file.read_text() == "an older one"
         assert list(tmp_path.glob("*.part")) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("any_server", DATABASES, indirect=True, scope="module")
-def test_large_import_needs_little_memory_and_does_not_block_requests(any_server: ServerProcess) -> None:
-    job_id = new_id()
-    text = encoded(export_of(job_id, 3000, reports=10))
-    assert len(text) > 5_000_000
-    with httpx.Client(base_url=any_server.url, timeout=PATIENCE_S * 5) as http:
-        trial = begin(http, http.post("/jobs", json=job(max_epochs=100_000)).raise_for_status().json()["job_id"])
-        before = memory_of(any_server, "VmHWM")
-        answers: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: answers.append(import_over(http, text)))
-        thread.start()
-        reported = 0
-        while thread.is_alive():
-            reported += 1
-            result = {"time": reported, "energy": 100 * reported, "metric": 0.5, "current_epoch": reported / 100}
-            http.post("/report", json={**trial, **result, **OURS}).raise_for_status()
-            time.sleep(0.02)
-        thread.join()
-        assert answers[0].status_code == 201, answers[0].text
-        # A server that parses the import in one go would answer only one request during the import.
-        assert reported > 5
-        with http.stream("GET", f"/api/jobs/{job_id}/export") as answer:
-            assert sum(map(len, answer.iter_raw())) > 4_500_000
-        # When read in one go, the import took ten times the size of its text.
-        assert memory_of(any_server, "VmHWM") - before < 40_000 * 1024
-        http.delete("/jobs", params={"job_id": job_id}).raise_for_status()
-
-
-def test_client_disconnecting_during_an_import_leaves_nothing(server: ServerProcess) -> None:
-    text = encoded(export_of("big-1", 400))
-    head = f"POST /api/import HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(text)}"
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(head.encode() + b"\r\n\r\n" + text[:-100])
-        # Usually, part of the import is read at this point; otherwise the client has still disconnected.
-        time.sleep(0.2)
-    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-        assert import_over(http, text).status_code == 201
-    assert "Traceback" not in server.log.read_text()
-
-
-@given(
-    lines=st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b"")), max_size=8),
-    cuts=st.lists(st.integers(0)),
-    at_once=st.sampled_from([1, 20, 1000]),
-)
-async def test_lines_do_not_depend_on_how_the_text_is_cut(lines: list[bytes], cuts: list[int], at_once: int) -> None:
-    text = b"\n".join(lines)
-    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for first, last in pairwise(places):
-            yield text[first:last]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(imports, "_BYTES_AT_ONCE", at_once)
-        found = [line async for some in imports._lines_in(pieces(), 7) for line in some]
-    assert found == [(f"line {number}", line) for number, line in enumerate(lines, 7) if line.strip()]
 
 
 def test_file_is_split_into_exports_even_if_some_are_not_read() -> None:
@@ -347,39 +215,24 @@ FIRST, SECOND = encoded(export_of("odd-1", 2)).splitlines()[:2]
     ],
 )
 async def test_invalid_line_is_reported_with_line_and_field(service: JobService, text: bytes, said: str) -> None:
-    async def pieces() -> AsyncIterator[bytes]:
-        yield text
-
     with pytest.raises(InvalidImportError) as caught:
-        await service.service.import_job(pieces())
+        await import_lines(service.store, text)
     assert str(caught.value).startswith(said)
     assert caught.value.field == said.partition(":")[0]
     with pytest.raises(InvalidImportError, match=f"^line {int(said.split()[1].strip(',:')) + 40}"):
-        await service.service.import_job(pieces(), first_line=41)
+        await import_lines(service.store, text, first_line=41)
     assert await service.store.read(rows_of, "odd-1") == [0, 0, 0, 0]
 
 
-async def test_endless_line_is_refused_before_using_much_memory(
-    service: JobService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(imports, "LONGEST_LINE_BYTES", 100_000)
-    taken = 0
-
-    async def pieces() -> AsyncIterator[bytes]:
-        nonlocal taken
-        yield FIRST + b"\n"
-        while taken < 1_000_000:
-            taken += 10_000
-            yield b"x" * 10_000
-
-    with pytest.raises(InvalidImportError, match="line 2: it is longer than 100000 bytes"):
-        await service.service.import_job(pieces())
-    assert taken == 110_000
+async def test_longer_line_is_refused(service: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "LONGEST_LINE_BYTES", len(FIRST) + 1)
+    with pytest.raises(InvalidImportError, match=f"line 2: it is longer than {len(FIRST) + 1} bytes"):
+        await import_lines(service.store, FIRST + b"\n" + b"x" * (len(FIRST) + 2))
 
 
 async def test_infinite_number_is_exported_as_null(service: JobService) -> None:
     """No code writes such numbers, but SQLite keeps infinities that other programs write."""
-    await service.service.import_job(pieces_of(export_of("odd-1", 2)))
+    await import_lines(service.store, export_of("odd-1", 2))
     infinite, negative = float("inf"), float("-inf")
 
     def spoil(transaction: Transaction) -> None:
@@ -391,9 +244,9 @@ async def test_infinite_number_is_exported_as_null(service: JobService) -> None:
     assert first["epochs"][1]["energy_j"] is second["epochs"][1]["energy_j"] is second["metric"] is None
     refused = r"^line 2, epochs\.1\.energy_j: "
     with pytest.raises(InvalidImportError, match=refused):
-        await service.service.import_job(pieces_of(renamed([job, first, second])))
+        await import_lines(service.store, renamed([job, first, second]))
     first["epochs"][1]["energy_j"], second["epochs"][1]["energy_j"] = 700, 700
     with pytest.raises(InvalidImportError, match=r"^line 3, metric: goes with having reported"):
-        await service.service.import_job(pieces_of(renamed([job, first, second])))
+        await import_lines(service.store, renamed([job, first, second]))
     second["metric"] = 0.9
-    assert (await service.service.import_job(pieces_of(renamed([job, first, second])))).trials == 2
+    assert (await import_lines(service.store, renamed([job, first, second]))).trials == 2

@@ -10,7 +10,7 @@ from bso_server.errors import JobConflictError
 from bso_server.service.exports import export
 from bso_server.service.reports import ReportBatch
 from bso_server.storage.store import Store
-from tests.support.exports import exported, pieces_of
+from tests.support.exports import exported, import_lines
 from tests.support.service import JobService, new_job, result, trial_id
 from zeus_plugins.protocol import (
     GP_VOI,
@@ -236,7 +236,7 @@ async def test_imported_job_keeps_the_learned_target(unset: JobService) -> None:
     assert (head["job"]["target_metric"], head["job"]["target_runs"]) == (LEARNED, [1, 2, 3])
     assert [len(trial["epochs"]) for trial in trials] == [2, 2, 1]
     await unset.service.delete_job(unset.job_id)
-    await unset.service.import_job(pieces_of(lines))
+    await import_lines(unset.store, lines)
     job = await registered(unset, None)
     assert (job.target_metric, job.target_runs) == (LEARNED, (1, 2, 3))
     assert await unset.differences() == []

@@ -29,7 +29,7 @@ from bso_server.storage.sqlite import SyncStore
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support.databases import DATABASES
-from tests.support.exports import export_over, import_over, renamed
+from tests.support.exports import export_over, import_beside, renamed
 from tests.support.jobs import job
 from tests.support.servers import serving
 from tests.support.service import JobService, new_job, open_store, run_apart
@@ -250,9 +250,9 @@ def test_fleet_goes_on_while_a_job_of_ten_thousand_runs_is_revised_viewed_and_co
         serving(database_url, tmp_path, "--migrate") as server,
         httpx.Client(base_url=server.url, timeout=LONG_S) as http,
     ):
-        import_over(http, export_of("long-0", 10_000)).raise_for_status()
+        import_beside(http, export_of("long-0", 10_000))
         # A real export, of which a copy is imported.
-        import_over(http, renamed(export_over(http, "long-0"), "long-1")).raise_for_status()
+        import_beside(http, renamed(export_over(http, "long-0"), "long-1"))
         others = []
         for number in range(20):
             registered = http.post("/jobs", json=job(job_id=f"other-{number}")).raise_for_status().json()

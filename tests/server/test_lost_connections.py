@@ -22,13 +22,14 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from bso_server.core.access import Scope
+from bso_server.errors import JobConflictError
 from bso_server.service.reading import JobReader
 from bso_server.service.tokens import Tokens
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support.databases import END_SESSION, MYSQL, MYSQL_URL, POSTGRES_URL, POSTGRESQL, administer, end_sessions
-from tests.support.exports import export_over, import_over, renamed
+from tests.support.exports import export_over, import_lines, renamed
 from tests.support.jobs import job
 from tests.support.relay import Relay, relay_to
 from tests.support.servers import ServerProcess
@@ -143,7 +144,7 @@ class TestAnswersThatGetLostAfterTheCommit:
         assert [trial["state"] for trial in shown["trials"]] == ["completed", "failed"]
         assert [(arm["trials"], arm["n"]) for arm in shown["arms"]] == [(0, 0), (2, 1)]
 
-    def test_job_is_imported_and_deleted_once(self, lossy: httpx.Client, relay: Relay) -> None:
+    def test_job_is_imported_and_deleted_once(self, lossy: httpx.Client, relay: Relay, relayed_url: str) -> None:
         # Without a key, each attempt with a lost answer starts another trial, and may lose its answer again.
         relay.lose_commits(False)
         lossy.post("/jobs", json=job(job_id="moved")).raise_for_status()
@@ -151,8 +152,16 @@ class TestAnswersThatGetLostAfterTheCommit:
         export = renamed(export_over(lossy, "moved"), "moved-2")
         relay.lose_commits(True)
 
-        assert import_over(lossy, export).status_code == 201
-        assert import_over(lossy, export).status_code == 409
+        async def move() -> None:
+            store = Store(open_database(relayed_url, patience_s=60.0), patience_s=60.0)
+            try:
+                assert (await import_lines(store, export)).trials == 1
+                with pytest.raises(JobConflictError):
+                    await import_lines(store, export)
+            finally:
+                await store.close()
+
+        asyncio.run(move())
         assert lossy.delete("/jobs", params={"job_id": "moved-2"}).status_code == 200
         assert lossy.delete("/jobs", params={"job_id": "moved-2"}).status_code == 404
 

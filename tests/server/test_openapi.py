@@ -15,7 +15,7 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schemathesis import Case, GenerationMode, SerializationContext
+from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation, BaseSchema
 from schemathesis.specs.openapi.checks import (
@@ -45,7 +45,6 @@ ROUTES = [
     ("POST", "/api/jobs/{job_id}/trials/{trial_number}/discard"),
     ("GET", "/api/jobs/{job_id}/explanation"),
     ("GET", "/api/jobs/{job_id}/export"),
-    ("POST", "/api/import"),
     ("GET", "/health/live"),
     ("GET", "/health/ready"),
     ("GET", "/version"),
@@ -62,17 +61,9 @@ CHECKS = [
 ]
 
 
-@schemathesis.serializer("application/jsonl")
-def _lines(_: SerializationContext, body: object) -> bytes:
-    """Return arbitrary lines as an export."""
-    return body if isinstance(body, bytes) else str(body).encode(errors="replace")
-
-
 ASKED_EXAMPLES = os.environ.get("ZEUS_TEST_FUZZ_EXAMPLES")
 VALID = int(ASKED_EXAMPLES or 20)
 EXAMPLES = {GenerationMode.POSITIVE: VALID, GenerationMode.NEGATIVE: max(1, VALID // 2)}
-# Generated lines are never a valid export; test_exports.py covers nearly valid exports.
-IMPORTS = max(1, VALID // 4)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +127,7 @@ def check_answers(server: ServerProcess, operation: APIOperation[Any, Any, Any, 
     with requests.Session() as session:
 
         @settings(
-            max_examples=IMPORTS if operation.path == "/api/import" else EXAMPLES[mode],
+            max_examples=EXAMPLES[mode],
             deadline=None,
             derandomize=ASKED_EXAMPLES is None,
             database=None,

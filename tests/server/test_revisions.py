@@ -17,7 +17,7 @@ from bso_server.storage.store import Store
 from bso_server.storage.tables import trials
 from bso_server.storage.transaction import Transaction
 from tests.support.databases import DATABASES
-from tests.support.exports import exported, pieces_of, renamed
+from tests.support.exports import exported, import_lines, renamed
 from tests.support.properties import examples
 from tests.support.service import ACTIONS, START, JobService, act, new_job, trial_id
 from zeus_plugins.protocol import (
@@ -308,13 +308,13 @@ async def test_revised_job_is_exported_and_imported(bso: JobService) -> None:
     lines = renamed(await exported(bso.store, bso.job_id))
     copy = JobService(bso.store)
     copy.job_id = lines[0]["job"]["job_id"]
-    await bso.service.import_job(pieces_of(lines))
+    await import_lines(bso.store, lines)
     before, after = await bso.show(), await copy.show()
     assert after.model_copy(update={"job": before.job}) == before
     assert await copy.differences() == []
     lines[4]["started_event"] = lines[0]["revisions"][0]["event"]
     with pytest.raises(InvalidImportError, match=r"line 5, started_event: event .* is taken already"):
-        await bso.service.import_job(pieces_of(renamed(lines)))
+        await import_lines(bso.store, renamed(lines))
     twin = running.model_copy(update={"job_id": copy.job_id})
     for server, trial in ((bso, running), (copy, twin)):
         assert (await server.report(trial, cost_j=1000.0, epoch=10)).reason is EndReason.MAX_EPOCHS_REACHED

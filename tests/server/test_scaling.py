@@ -8,7 +8,7 @@ import pytest
 
 from bso_server.storage.store import Store
 from tests.server.test_revisions import revise
-from tests.support.exports import exported, pieces_of, renamed
+from tests.support.exports import exported, import_lines, renamed
 from tests.support.service import JobService, new_job
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, TrialState
 
@@ -109,7 +109,7 @@ async def test_export_keeps_the_rules_of_runs(store: Store) -> None:
     bso = await begun(store, "rate auto")
     await revise(bso, scaling="rate none")
     copy = renamed(await exported(store, bso.job_id))
-    await bso.service.import_job(pieces_of(copy))
+    await import_lines(bso.store, copy)
     bso.job_id = copy[0]["job"]["job_id"]
     assert await states(bso) == [TrialState.COMPLETED, TrialState.WITHDRAWN]
     await revise(bso, scaling="rate auto")

@@ -15,7 +15,7 @@ from bso_server.errors import InvalidJobError
 from bso_server.service import reading
 from bso_server.service.health import differences
 from bso_server.storage.store import Store
-from tests.support.exports import export_over, import_over, renamed
+from tests.support.exports import export_over, import_beside, renamed
 from tests.support.jobs import job
 from tests.support.service import JobService, new_job
 from tests.support.wire import assert_refused, begin, reached
@@ -174,7 +174,7 @@ class TestOverHttp:
     def test_warm_start_is_exported_and_imported(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         reached(http, begin(http, spec["job_id"]), 400.0)
         copy = renamed(export_over(http, spec["job_id"]))
-        import_over(http, copy).raise_for_status()
+        import_beside(http, copy)
         ids = spec["job_id"], copy[0]["job"]["job_id"]
         views = [http.get(f"/api/jobs/{job_id}").json() for job_id in ids]
         assert views[0]["job"]["warm"] == views[1]["job"]["warm"] == spec["warm"]

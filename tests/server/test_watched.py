@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.exports import export_over, import_over, renamed
+from tests.support.exports import export_over, import_beside, renamed
 from tests.support.jobs import job
 from tests.support.wire import OURS, assert_refused, begin, report
 
@@ -63,7 +63,7 @@ def test_each_size_shows_watched_values_of_completed_runs(http: httpx.Client, jo
     assert sum(each["runs"] for each in runs if each["name"] == "f1") == 2
     # An imported job has the same counts.
     copy = renamed(export_over(http, job_id))
-    import_over(http, copy).raise_for_status()
+    import_beside(http, copy)
     again = shown(http, copy[0]["job"]["job_id"])
     assert {arm["batch_size"]: arm["metrics"] for arm in again["arms"]} == metrics
 

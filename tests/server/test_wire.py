@@ -303,13 +303,14 @@ def test_unknown_routes_and_methods_are_refused(http: httpx.Client) -> None:
     # A client of an earlier version continues without its probe.
     words = "probes of batch sizes were removed: update zeus-plugins where the training runs"
     assert_refused(http.put("/trials/probe", json={"job_id": "none"}), 404, None, words)
+    assert_refused(http.post("/api/import", content=b"{}"), 410, None, "bso-server jobs import FILE")
     assert_refused(http.put("/jobs"), 405, None)
     response = http.put("/report")
     assert_refused(response, 405, None)
     assert response.headers["Allow"] == "POST, OPTIONS"
 
 
-@pytest.mark.parametrize("path", ["/jobs", "/report", "/api/import"])
+@pytest.mark.parametrize("path", ["/jobs", "/report"])
 def test_encoded_body_is_refused(http_on_sqlite: httpx.Client, path: str) -> None:
     answer = http_on_sqlite.post(path, content=gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"})
     assert_refused(answer, 415, None, "Content-Encoding: gzip")

@@ -25,7 +25,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.support import ROOT
 from tests.support.databases import DATABASES, empty_database
-from tests.support.exports import Lines, decoded, encoded, export_over, import_over, renamed
+from tests.support.exports import Lines, decoded, encoded, export_over, import_beside, renamed
 from tests.support.servers import ServerProcess, bso_server, free_port
 from tests.support.zeus_jobs import ZEUS_JOB, Player
 from tests.zeus_peer.peer import Peer
@@ -223,7 +223,7 @@ def test_imported_job_continues_as_on_zeus(
     """The running trial ends here because its training has switched the URL; then the sizes of Zeus follow."""
     job_id = f"{source['id']}-{uuid.uuid4().hex[:8]}"
     with httpx.Client(base_url=shared_server.url) as http:
-        import_over(http, encoded(lines_of(zeus_url, "--job", source["id"], "--job-id", job_id))).raise_for_status()
+        import_beside(http, encoded(lines_of(zeus_url, "--job", source["id"], "--job-id", job_id)))
         assert capsys.readouterr().err == ""
         number, size, *_ = source["trials"][-1]
         here = Player(http, job_id, running=[{"job_id": job_id, "batch_size": size, "trial_number": number}])
@@ -283,11 +283,11 @@ def test_unknown_fields_stay_unknown_in_exports_and_on_pages(tmp_path: Path, sha
     job_id = f"exploring-{uuid.uuid4().hex[:8]}"
     lines = lines_of(zeus_file(tmp_path, EXPLORING), "--job-id", job_id)
     with httpx.Client(base_url=shared_server.url) as http:
-        import_over(http, encoded(lines)).raise_for_status()
+        import_beside(http, encoded(lines))
         export = export_over(http, job_id)
         unknown = ("epoch", "metric", "first_epoch", "first_energy_j")
         assert [export[5][name] for name in unknown] == [None] * 4
-        import_over(http, renamed(export, f"{job_id}-again")).raise_for_status()
+        import_beside(http, renamed(export, f"{job_id}-again"))
         assert export_over(http, f"{job_id}-again")[1:] == export[1:]
 
         assert http.get(f"/api/jobs/{job_id}/trials/1/epochs").json() == {"epochs": []}

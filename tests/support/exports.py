@@ -1,17 +1,21 @@
-"""Exports as tests read, change and send them: decoded lines, with the job first."""
+"""Exports as tests read, change and import them: decoded lines, with the job first."""
 
 from __future__ import annotations
 
+import io
 import json
 import uuid
-from collections.abc import AsyncIterator
 from copy import deepcopy
 from typing import Any, TypeAlias
 
 import httpx
 
-from bso_server.service.exports import MEDIA_TYPE, export
+from bso_server.service.exports import export
+from bso_server.service.imports import import_job
 from bso_server.storage.store import Store
+from tests.support.servers import DATABASE_OF
+from tests.support.service import open_store, run_apart
+from zeus_plugins.protocol import JobSummary
 
 Lines: TypeAlias = list[dict[str, Any]]
 
@@ -27,9 +31,10 @@ def encoded(lines: Lines) -> bytes:
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
-async def pieces_of(lines: Lines) -> AsyncIterator[bytes]:
-    """Yield the text of an export in pieces."""
-    yield encoded(lines)
+async def import_lines(store: Store, lines: Lines | bytes, *, first_line: int = 1) -> JobSummary:
+    """Import a job from the lines or the text of its export."""
+    text = lines if isinstance(lines, bytes) else encoded(lines)
+    return await import_job(store.patient(), io.BytesIO(text), first_line=first_line)
 
 
 async def exported(store: Store, job_id: str) -> Lines:
@@ -50,9 +55,15 @@ def power_profiles_over(http: httpx.Client, job_id: str) -> Lines:
     ]
 
 
-def import_over(http: httpx.Client, lines: Lines | bytes, **query: Any) -> httpx.Response:
-    text = lines if isinstance(lines, bytes) else encoded(lines)
-    return http.post("/api/import", content=text, headers={"content-type": MEDIA_TYPE}, params=query)
+def import_beside(http: httpx.Client, lines: Lines | bytes) -> JobSummary:
+    """Import a job into the database of the client's server, while the server runs."""
+    database_url = DATABASE_OF[str(http.base_url).rstrip("/")]
+
+    async def run() -> JobSummary:
+        async with open_store(database_url) as store:
+            return await import_lines(store, lines)
+
+    return run_apart(run)
 
 
 def renamed(lines: Lines, job_id: str | None = None) -> Lines:

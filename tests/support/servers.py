@@ -26,6 +26,8 @@ SERVER_START_S = 120.0
 # Each process of the tests has a thousand ports and starts at a random port, because concurrent runs do the same.
 _OWN_PORTS = range(*(10_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20 + n) for n in (0, 1)))
 _PORTS = islice(cycle(_OWN_PORTS), secrets.randbelow(len(_OWN_PORTS)), None)
+# URL of the database of each server that was started, by the server's URL.
+DATABASE_OF: dict[str, str] = {}
 # Prepares processes for servers, which then start in half the time.
 NEEDED = ("tests.support.warm_server",)
 
@@ -47,6 +49,7 @@ class ServerProcess:
 
     def start(self, *arguments: str) -> None:
         self.port = self.port or free_port()
+        DATABASE_OF[self.url] = self.database_url
         command = ["bso_server", "serve", "--port", str(self.port), "--database-url", self.database_url, *arguments]
         environ = {**os.environ, "ZEUS_BSO_DATABASE_TIMEOUT_S": str(self.database_timeout_s)}
         self.process = warm.start(*command, modules=NEEDED, output=self.log, environ=environ)

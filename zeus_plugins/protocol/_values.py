@@ -50,7 +50,6 @@ class Paths:
     # Read API
     API_JOBS = "/api/jobs"
     FLEET_REPORT = "/api/report"
-    IMPORT = "/api/import"
     HEALTH = "/health/live"
     READY = "/health/ready"
     VERSION = "/version"
