@@ -215,8 +215,11 @@ class Judge:
         return (made + more) * loss * mean / math.fsum(run.amount for run in self._runs)
 
     def forgone_in_words(self) -> str:
-        """Return the share that control runs have forgone, beside their budget."""
+        """Return the share that control runs have forgone, beside their budget; empty if there are none."""
         limit = self.limit()
+        if not self._budget:
+            made = any(run.is_control for run in self._runs)
+            return f"earlier control runs have cost {self.forgone():.1%} of the job" if made else ""
         words = "and the next one waits until this is below" if limit < self._budget else "at most"
         return f"control runs have cost {self.forgone():.1%} of the job so far, {words} {limit:.0%}"
 

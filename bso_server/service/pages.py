@@ -103,28 +103,26 @@ class Pages:
     def job(self, transaction: Transaction, job_id: str, *, known: str | None = None) -> Found[JobPage]:
         """Return one job."""
         stored = known_job(transaction, job_id)
-        alive = queries.alive_trials(transaction, job_id)
+        alive = [reading.as_seen(trial, self._clock()) for trial in queries.alive_trials(transaction, job_id)]
         # The page shows no leases, so heartbeats, which renew them, must not change its version.
-        silent = [replace(trial, lease_expires_at=None) for trial in alive]
-        running = _running(alive) - self._silent(transaction, [job_id]).get(job_id, 0)
-        version = digest([stored, silent, running])
-        return version, None if version == known else self._job_page(transaction, stored, alive, running)
+        version = digest([stored, *(replace(trial, lease_expires_at=None) for trial in alive)])
+        return version, None if version == known else self._job_page(transaction, stored, alive)
 
-    def _job_page(
-        self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord], running: int
-    ) -> JobPage:
+    def _job_page(self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord]) -> JobPage:
         job, job_id = stored.registration, stored.job_id
         history = load_history(transaction, stored)
         tallies = queries.tallies(transaction, job_id)
         latest = queries.latest_trials(transaction, job_id, limit=TRIALS_IN_THE_LOG)
-        view = reading.job_view(transaction, stored, history, tallies, latest)
-        totals = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)
+        view = reading.job_view(transaction, stored, history, tallies, latest, self._clock())
+        states = {trial.trial_number: trial.state for trial in alive}
+        found = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)
+        totals = [replace(each, state=states.get(each.trial_number, each.state)) for each in found]
         profiles = queries.present_power_profiles(transaction, job_id)
         newest = {each.batch_size: reading.power_profile_view(each) for each in profiles}
         return JobPage(
             view=view,
             created_at=stored.created_at,
-            running=running,
+            running=_running(alive),
             last_activity_at=max(_instants(stored, [*latest, *alive])),
             cost_unit=reading.cost_unit(job, view.arms),
             best_metric=_best_metric(transaction, job, tallies),
@@ -140,6 +138,7 @@ class Pages:
     ) -> Found[TrialPage]:
         """Return one trial with its reports."""
         stored, trial = known_trial(transaction, job_id, trial_number)
+        trial = reading.as_seen(trial, self._clock())
         is_alive = trial.state in ALIVE
         cheapest_j = stored.min_cost_j if is_alive else None
         version = digest([stored.registration, stored.event_count, cheapest_j, trial])
@@ -169,6 +168,7 @@ class Pages:
     ) -> Found[MomentPage]:
         """Return the job as it was when the batch size of a trial was chosen."""
         stored, trial = known_trial(transaction, job_id, trial_number)
+        trial = reading.as_seen(trial, self._clock())
         version = digest([stored.registration, stored.event_count, trial])
         if version == known:
             return version, None

@@ -11,11 +11,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from operator import itemgetter
 from typing import Concatenate, ParamSpec, TypeVar
 
 from bso_server.core import policy, quality
-from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord, advice_in_words, cost_of
+from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord, advice_in_words, changed, cost_of
 from bso_server.core.savings import Tally, default_cost
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.service import exports
@@ -36,6 +37,7 @@ from bso_server.storage.rows import StoredJob, StoredPowerProfile, last_report, 
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
+    ALIVE,
     ArmView,
     CreatedJob,
     Decision,
@@ -82,12 +84,15 @@ def list_jobs(
     return JobList(jobs=jobs, next_cursor=jobs[-1].job_id if len(found) > len(jobs) else None)
 
 
-def show_job(transaction: Transaction, job_id: str, *, limit: int | None = None) -> JobView:
-    """Return a job with its arms and its latest trials, at most `limit` of them (None: all)."""
+def show_job(
+    transaction: Transaction, job_id: str, *, limit: int | None = None, now: datetime | None = None
+) -> JobView:
+    """Return a job with its arms and its latest trials, at most `limit` of them (None: all), as they are seen `now`."""
     stored = known_job(transaction, job_id)
     history = load_history(transaction, stored)
     trials = queries.latest_trials(transaction, job_id, limit=limit)
-    return job_view(transaction, stored, history, queries.tallies(transaction, job_id), trials)
+    tallies = queries.tallies(transaction, job_id)
+    return job_view(transaction, stored, history, tallies, trials, now or datetime.now(UTC))
 
 
 def list_trials(
@@ -101,7 +106,7 @@ def list_trials(
     """Return a page of a job's trials in order of dispatch, with `state` only trials in that state; see `list_jobs`."""
     job = known_job(transaction, job_id).registration
     found = queries.trials_page(transaction, job_id, state=state, after=cursor, limit=limit + 1)
-    trials = tuple(trial_view(job, each) for each in found[:limit])
+    trials = tuple(trial_view(job, as_seen(each, datetime.now(UTC))) for each in found[:limit])
     return TrialList(trials=trials, next_cursor=trials[-1].trial_number if len(found) > limit else None)
 
 
@@ -240,9 +245,13 @@ def job_view(
     history: History,
     tallies: Sequence[Tally],
     trials: Sequence[TrialRecord],
+    now: datetime,
 ) -> JobView:
     """Return a job with its arms, the number of its trials in each state, its savings, and these `trials`."""
     (costs, savings), states = expected_costs(transaction, stored, history, tallies), trial_states(tallies)
+    for trial in queries.alive_trials(transaction, stored.job_id):
+        states.subtract([trial.state])
+        states.update([as_seen(trial, now).state])
     return JobView(
         job=stored.registration,
         stage=history.stage,
@@ -250,8 +259,8 @@ def job_view(
         best_batch_size=savings.batch_size,
         arms=arm_views(history, costs),
         trial_count=stored.trial_count,
-        trial_states={state: states[state] for state in TrialState if state in states},
-        trials=tuple(trial_view(stored.registration, each) for each in trials),
+        trial_states={state: states[state] for state in TrialState if states[state]},
+        trials=tuple(trial_view(stored.registration, as_seen(each, now)) for each in trials),
         savings=savings,
         owner=stored.owner,
         shared=stored.shared,
@@ -350,6 +359,15 @@ def _metrics(history: History, size: int) -> tuple[MetricView, ...]:
         )
         for each in quality.comparisons(history.job, history.arms, size)
     )
+
+
+def as_seen(trial: TrialRecord, now: datetime) -> TrialRecord:
+    """Return a trial as views show it: abandoned from the end of its lease on, though the database learns this later.
+
+    Without a server, the next launch of the job stores this state.
+    """
+    is_lost = trial.state in ALIVE and trial.lease_expires_at is not None and trial.lease_expires_at < now
+    return changed(trial, state=TrialState.ABANDONED) if is_lost else trial
 
 
 def trial_view(job: CreatedJob, trial: TrialRecord) -> TrialView:

@@ -288,6 +288,13 @@ class TestControlRuns:
         lucky.learn([*controlled(2), *[replace(run(DEFAULT, 30), is_control=True)] * 2])
         assert lucky.forgone() > 0.02
 
+    def test_job_whose_control_runs_are_off_names_only_earlier_ones(self) -> None:
+        before, after = Judge(DEFAULT, BEST, 0.0), Judge(DEFAULT, BEST, 0.0)
+        before.learn(controlled(0))
+        after.learn(controlled(4))
+        assert not before.verdict().control_runs
+        assert after.verdict().control_runs == f"earlier control runs have cost {after.forgone():.1%} of the job"
+
     def test_default_of_many_times_the_cost_spends_the_budget_at_once(self) -> None:
         """The first run and a control run cost 500 J, 80 runs at the best size 50 J: 450 J of 5000 J were forgone."""
         judge = Judge(DEFAULT, BEST)

@@ -315,7 +315,10 @@ class TestWords:
             (f"jobs/{JOB}", "Control runs are off."),
             (f"jobs/{SETTLED}", "256 saves "),
             (f"jobs/{SETTLED}", "Cost of all runs so far, against 64"),
-            ("jobs/llama-sft", "No run has reached the target yet 2 crashed and 1 did not fit"),
+            (
+                "jobs/llama-sft",
+                "No run has reached the target yet 2 crashed, 1 did not fit and 1 not heard of any more",
+            ),
             (
                 f"jobs/{JOB}",
                 "Run 15 got 128. A trial: no run has shown yet that 128 costs more than 256, the best so far",

@@ -21,6 +21,8 @@ from bso_server.metrics import prometheus
 from bso_server.metrics.prometheus import MOST_JOBS, DatabaseMetrics, samples_of
 from bso_server.service import health
 from bso_server.service.health import JobTotals, TotalsReader
+from bso_server.service.pages import Pages
+from bso_server.service.views import Tariff
 from bso_server.storage import queries
 from bso_server.storage.transaction import Transaction
 from tests.support import ROOT, jobs
@@ -201,6 +203,32 @@ class TestTotals:
             assert (await reader.read())[server.job_id].trials == {"abandoned": 1, "withdrawn": 1}
             await server.service.delete_job(server.job_id)
             assert server.job_id not in await reader.read()
+
+    async def test_run_without_a_lease_is_abandoned_in_every_view_before_a_launch_stores_it(
+        self, tmp_path: Path
+    ) -> None:
+        async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as server:
+            await server.report(await server.suggest(), cost_j=30.0)
+            pages = Pages(Tariff(), clock=lambda: server.now)
+
+            async def seen() -> list[object]:
+                view = await server.show()
+                version, page = await server.store.read(pages.job, server.job_id)
+                _, trial = await server.store.read(pages.trial, server.job_id, 1)
+                _, jobs = await server.store.read(pages.jobs)
+                assert page
+                assert trial
+                assert jobs
+                states = {view.trials[0].state, page.view.trials[0].state, page.points[0].state, trial.trial.state}
+                return [view.trial_states, states, page.running, jobs.jobs[0].running, version]
+
+            running = await seen()
+            server.wait(HOUR_S + 1)
+            lost = await seen()
+            assert running[:-1] == [{"running": 1}, {"running"}, 1, 1]
+            assert lost[:-1] == [{"abandoned": 1}, {"abandoned"}, 0, 0]
+            assert running[-1] != lost[-1]
+            assert (await TotalsReader(server.store).read())[server.job_id].trials == {"running": 1}
 
     async def test_verdicts_stuck_jobs_and_changed_costs_are_totals(self, tmp_path: Path) -> None:
         async def samples() -> dict[tuple[str, ...], float]:

@@ -95,7 +95,7 @@ class JobService:
         return await self.service.transact(self.service.commands.discard, self.job_id, trial.trial_number)
 
     async def show(self) -> JobView:
-        return await self.store.read(reading.show_job, self.job_id)
+        return await self.store.read(reading.show_job, self.job_id, now=self.now)
 
     async def history(self) -> History:
         """Return the history behind the next decision."""
