@@ -13,14 +13,9 @@ import pytest
 from tests.support.contract_double import CONVERGED, KEEP_TRAINING, ContractDouble
 from tests.support.job_bench import GPUS, seconds_and_joules
 from tests.support.reporting import JOB, Flaky, threads, training, until, warnings_in
-from zeus_plugins.client.delivery import deliver, deliver_waiting
-from zeus_plugins.client.outbox import Outbox, OutboxHeader
-from zeus_plugins.client.port import NO_RETRIES
-from zeus_plugins.errors import ZeusBSORuntimeError
+from zeus_plugins.client.delivery import deliver_waiting
+from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.protocol import (
-    CreatedJob,
-    Ending,
-    Evaluation,
     PowerLimitChoice,
     PowerLimitSample,
     PowerProfile,
@@ -87,35 +82,33 @@ def test_step_does_not_wait_for_the_server_but_the_end_of_the_training_does() ->
     assert server.sent("PUT", PATH) == [SENT]
 
 
-def test_limits_wait_with_the_results_during_an_outage(outbox: Outbox) -> None:
+def test_limits_follow_the_results_after_an_outage(outbox: Outbox) -> None:
     server = Keeping(KEEP_TRAINING, CONVERGED)
     session = training(server)
     server.down = True
     session.keep_power_limits(CHOICE)
-    until(outbox.waiting)
     assert not session.report_evaluation(0.1).stop_train
+    until(outbox.waiting)
     server.down = False
-    until(lambda: not outbox.waiting())
-    assert [path for _, path, _ in server.requests[-2:]] == [PATH, "/report"]
+    until(lambda: server.sent("PUT", PATH))
+    assert [path for _, path, _ in server.requests[-2:]] == ["/report", PATH]
     assert session.report_evaluation(0.95).converged
     session.end()
     assert server.sent("PUT", PATH) == [SENT]
 
 
-def test_next_training_delivers_limits_left_by_an_outage(outbox: Outbox) -> None:
+def test_limits_are_lost_if_the_server_is_away_at_the_end(outbox: Outbox) -> None:
     server = Keeping(CONVERGED)
     session = training(server)
     server.down = True
     session.report_evaluation(0.95)  # reaches the target
     session.keep_power_limits(CHOICE)
     session.end()
-    assert len(outbox.waiting()) == 1
     server.down = False
     (file,) = deliver_waiting(outbox, lambda _: server.client())
-    assert (file.delivered, file.left, file.problem) == (2, 0, None)
+    assert (file.delivered, file.left, file.problem) == (1, 0, None)
     assert outbox.waiting() == []
-    # The report was the final message of the trial, followed by its power limits.
-    assert server.sent("PUT", PATH) == [SENT]
+    assert server.sent("PUT", PATH) == []
 
 
 @pytest.mark.parametrize("status", [404, 409, 422])
@@ -133,6 +126,17 @@ def test_refusal_of_limits_affects_nothing_else(status: int, outbox: Outbox, cap
     assert "as the test asked" in warning
     assert outbox.waiting() == outbox.refused() == []
     assert server.sent("PUT", PATH) == [SENT]
+
+
+def test_failing_server_receives_the_limits_again() -> None:
+    server = Keeping()
+    server.status = 503
+    session = training(server)
+    session.keep_power_limits(CHOICE)
+    until(lambda: server.sent("PUT", PATH))
+    server.status = 200
+    session.end()
+    assert server.sent("PUT", PATH) == [SENT, SENT]
 
 
 def test_zeus_server_receives_no_limits() -> None:
@@ -173,44 +177,3 @@ def test_checkpoint_contains_the_limits() -> None:
     state: dict[str, Any] = session.state_dict()
     session.end()
     assert TrialInfo.model_validate(state).power_profile == PowerProfile(gpus=GPUS, samples=SAMPLES)
-
-
-# --- File -------------------------------------------------------------------------------------------------------------
-
-
-def sender() -> OutboxHeader:
-    return OutboxHeader(
-        server_url="http://bso", registration=CreatedJob.of(JOB, GPUS), batch_size=TRIAL.batch_size, trial=TRIAL
-    )
-
-
-def test_file_keeps_limits_after_the_servers_final_verdict(outbox: Outbox) -> None:
-    server = Keeping(CONVERGED)
-    box = outbox.box(sender())
-    for item in (Evaluation(time=1, energy=1, metric=1, current_epoch=1), CHOICE, Ending(detail="never sent")):
-        box.put(item)
-    assert box.has_ending
-    server.status = 503
-    with pytest.raises(ZeusBSORuntimeError), server.client().with_retries(NO_RETRIES) as client:
-        deliver(box, client)
-    box.close()
-    again = outbox.open(box.path)
-    assert (again.first, len(again)) == (CHOICE, 1)
-    assert not again.has_ending
-    server.status = 200
-    deliver(again, server.client())
-    again.close()
-    assert outbox.waiting() == []
-    assert server.sent("PATCH", "/trials") == []
-    assert server.sent("PUT", PATH) == [SENT, SENT]
-
-
-def test_ending_before_the_limits_is_the_final_ending(outbox: Outbox) -> None:
-    box = outbox.box(sender())
-    box.put(Ending())
-    box.put(CHOICE)
-    assert box.has_ending
-    box.drop_all()
-    assert box.first == CHOICE
-    box.drop_first()
-    box.close()

@@ -17,13 +17,11 @@ from zeus_plugins.protocol import (
     FINAL,
     FIXED_TERMS,
     CreatedJob,
-    Ending,
     Evaluation,
     HeartbeatResponse,
     JobSpec,
     JobSpecFromClient,
     OfflineTrial,
-    PowerLimitChoice,
     RefusalReason,
     ReportResponse,
     TrainingResult,
@@ -122,22 +120,6 @@ def taken_over(client: ServerPort, trial: TrialId) -> tuple[TrialId, HeartbeatRe
     raise ZeusBSORuntimeError(f"other runs of the training take trial {trial.trial_number} over again and again")
 
 
-def deliver_power_limits(client: ServerPort, trial: TrialId, choice: PowerLimitChoice) -> None:
-    """Store a trial's power limits; only warn if the server refuses them, because no result depends on them."""
-    try:
-        client.store_power_profile(trial, choice)
-    except ZeusBSOError as error:
-        if not is_refusal(error):
-            raise
-        _logger.warning(
-            "the server does not keep the power limits of trial %d of job %s, and later trainings measure them again: "
-            "%s",
-            trial.trial_number,
-            trial.job_id,
-            error,
-        )
-
-
 def deliver(
     box: OutboxFile,
     client: ServerPort,
@@ -169,10 +151,7 @@ def deliver(
                 # After a verdict to stop, the server accepts no more evaluations.
                 (box.drop_all if verdict.stop_train else box.drop_first)()
         else:
-            if isinstance(item, Ending):
-                client.end_trial(trial, box.true_ending(item))
-            else:
-                deliver_power_limits(client, trial, item)
+            client.end_trial(trial, box.true_ending(item))
             with box.lock:
                 box.drop_first()
 

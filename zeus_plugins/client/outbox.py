@@ -24,7 +24,7 @@ from typing import IO, Literal, NamedTuple
 from pydantic import ValidationError
 
 from zeus_plugins import files
-from zeus_plugins.protocol import CreatedJob, Ending, Evaluation, PowerLimitChoice, TrialId, TrialState, WireMessage
+from zeus_plugins.protocol import CreatedJob, Ending, Evaluation, TrialId, TrialState, WireMessage
 
 _SUFFIX = ".jsonl"
 _REFUSED_SUFFIX = ".refused"
@@ -36,7 +36,7 @@ _LARGEST_FILE_BYTES = 64 * 2**20
 # Many ranks may run out of memory at once; the file of one of them is enough.
 _RANKS_ASKED = 8
 
-Item = Evaluation | Ending | PowerLimitChoice
+Item = Evaluation | Ending
 
 
 class OutboxFileError(Exception):
@@ -81,20 +81,13 @@ class _Line(WireMessage):
 
     evaluation: Evaluation | None = None
     ending: Ending | None = None
-    power_limits: PowerLimitChoice | None = None
     delivered: int | None = None
     trial: TrialId | None = None
     resumes: bool = False
 
 
 def _line_of(item: Item) -> _Line:
-    match item:
-        case Evaluation():
-            return _Line(evaluation=item)
-        case Ending():
-            return _Line(ending=item)
-        case PowerLimitChoice():
-            return _Line(power_limits=item)
+    return _Line(ending=item) if isinstance(item, Ending) else _Line(evaluation=item)
 
 
 class _Waiting(NamedTuple):
@@ -138,9 +131,8 @@ class OutboxFile:
 
     @property
     def has_ending(self) -> bool:
-        """True if the last item other than power limits is an ending."""
-        others = (it.item for it in reversed(self._waiting) if not isinstance(it.item, PowerLimitChoice))
-        return isinstance(next(others, None), Ending)
+        """True if the last item is an ending."""
+        return bool(self._waiting) and isinstance(self._waiting[-1].item, Ending)
 
     @property
     def kept(self) -> int:
@@ -194,14 +186,9 @@ class OutboxFile:
                 self._write(_Line(delivered=number))
 
     def drop_all(self) -> None:
-        """Drop all items except power limits, which the server accepts even after the trial's end."""
-        kept = [waiting.item for waiting in self._waiting if isinstance(waiting.item, PowerLimitChoice)]
+        """Note that no item has to be delivered any more."""
         while self._waiting:
             self.drop_first()
-        for item in kept:
-            # If writing fails, the item stays in memory.
-            with contextlib.suppress(OSError):
-                self.put(item)
 
     def refuse(self) -> Path | None:
         """Set the file aside because the server refuses it; return its new path, or None if it cannot be renamed."""
@@ -280,7 +267,7 @@ class OutboxFile:
                 line = _Line.model_validate_json(text)
             except ValidationError:
                 line = _Line()
-            item = line.evaluation or line.ending or line.power_limits
+            item = line.evaluation or line.ending
             if item is not None:
                 self._written += 1
                 self._take_in(item, self._written)

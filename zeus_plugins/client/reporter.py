@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from zeus_plugins.client.delivery import deliver, deliver_power_limits, is_refusal
+from zeus_plugins.client.delivery import deliver, is_refusal
 from zeus_plugins.client.outbox import Item, Outbox, OutboxFile, OutboxHeader
 from zeus_plugins.client.port import NO_RETRIES, ServerPort, last_requests
 from zeus_plugins.errors import ZeusBSOError
@@ -149,7 +149,10 @@ class TrialReporter:
             self._box.refuse()
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Let the thread send the trial's power limits, so that no training step waits for the server."""
+        """Let the thread send the trial's power limits, so that no training step waits for the server.
+
+        They are lost if the server is away until the training has ended; later trainings then measure them again.
+        """
         with self._lock:
             if self._is_refused:
                 return
@@ -284,17 +287,16 @@ class TrialReporter:
                 self._woken.wait(interval_s)
 
     def _deliver(self, client: ServerPort, *, is_stopped: Callable[[], bool]) -> None:
-        self._send_power_limits(client)
         with self._lock:
-            if self._is_refused or self._box.is_delivered:
-                return
-            waiting = len(self._box)
-        deliver(self._box, client, is_stopped=is_stopped, take_verdict=self._take_late_verdict)
+            is_waiting, results = not (self._is_refused or self._box.is_delivered), len(self._box)
+        if is_waiting:
+            deliver(self._box, client, is_stopped=is_stopped, take_verdict=self._take_late_verdict)
         with self._lock:
-            if not self.is_away:
+            if is_waiting and not self.is_away:
                 self._box.close()
-                if waiting:
-                    _logger.info("the server at %s took the results that waited (%d)", client.server_url, waiting)
+                if results:
+                    _logger.info("the server at %s took the results that waited (%d)", client.server_url, results)
+        self._send_power_limits(client)
 
     def _take_late_verdict(self, verdict: ReportResponse) -> None:
         if verdict.stop_rule is not None:
@@ -304,19 +306,23 @@ class TrialReporter:
             self._last_verdict = verdict
 
     def _send_power_limits(self, client: ServerPort) -> None:
+        """Send the trial's power limits; only warn if the server refuses them, because no result depends on them."""
         with self._lock:
-            choice, self._power_limits = self._power_limits, None
-            trial = None if self._box.resumes else self._box.trial
-            if choice is None or self._is_refused:
+            choice, trial = self._power_limits, None if self._box.resumes else self._box.trial
+            if choice is None or trial is None or self._is_refused:
                 return
-        if trial is None:
-            self._keep(choice)
-            return
         try:
-            deliver_power_limits(client, trial, choice)
-        except BaseException:
-            self._keep(choice)
-            raise
+            client.store_power_profile(trial, choice)
+        except ZeusBSOError as error:
+            if not is_refusal(error):
+                raise
+            _logger.warning(
+                "the server does not keep the power limits of trial %d of job %s, and later trainings measure them "
+                "again: %s",
+                *(trial.trial_number, trial.job_id, error),
+            )
+        if self._power_limits is choice:  # no newer ones
+            self._power_limits = None
 
     def _beat(self, client: ServerPort) -> float | None:
         """Send a heartbeat if the server wants one; return the seconds until the next one is due, or None."""
