@@ -88,11 +88,6 @@ def test_metric_for_best_model_decides_direction(bench: Bench, best: str, *, is_
         assert not bench.view().job.higher_is_better_metric
 
 
-def test_progress_bar_shows_size(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.trainer(bench.guessing(), disable_tqdm=False).train()
-    assert "zeus=16 (≤1 epochs)" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_tensorboard_gets_trained_values(bench: Bench) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")

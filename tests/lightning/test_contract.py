@@ -5,12 +5,10 @@ The other tests train with the rest of these properties, and fail with them. All
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.utilities.data import _update_dataloader
@@ -72,7 +70,3 @@ def test_lightning_makes_loader_again_from_saved_arguments(
     anew = made_anew(Module())
     batcher = anew.batch_sampler if is_sampler else anew
     assert batcher.batch_size == 24
-
-
-def test_rich_progress_bar_asks_for_metrics_by_the_patched_method() -> None:
-    assert "self.get_metrics(" in inspect.getsource(RichProgressBar)

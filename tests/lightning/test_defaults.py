@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.support import lightning_bench as models
@@ -109,23 +108,6 @@ def test_checkpoint_callback_decides_direction_of_metric(bench: Bench, tmp_path:
     train(ModelCheckpoint(tmp_path, monitor="drift", mode="min"))
     view = bench.view()
     assert (view.job.higher_is_better_metric, view.trials[0].state) == (False, "completed")
-
-
-def test_progress_bar_has_field_while_training(bench: Bench) -> None:
-    seen: list[Any] = []
-
-    class Alone(Classifier):  # an earlier job of an equal model would let this one start warm
-        pass
-
-    class Bar(TQDMProgressBar):
-        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            seen.append(self.get_metrics(trainer, pl_module).get("zeus"))
-
-    bar = Bar()
-    trainer = quiet_trainer(bench.guessing(), bar, enable_progress_bar=True, max_epochs=5)
-    trainer.fit(Alone(), models.train_loader(), models.val_loader())
-    assert seen == [f"{USERS_SIZE} (≤5 epochs)"] * 2
-    assert "zeus" not in bar.get_metrics(trainer, trainer.lightning_module)
 
 
 def test_second_fit_of_trainer_continues_without_trial(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

@@ -71,7 +71,6 @@ class FakeTrainer:
         self.miscounted: Exception | None = None
         self.said: list[str] = []
         self.hyperparameters: dict[str, str | int] = {}
-        self.progress = ""
         self.told_modes: Mapping[str, Any] = {}
         self.told = TrainingFacts(
             script="train", model="Net", samples=1000, step_size=64, devices=self.devices, unit=self.devices
@@ -106,9 +105,6 @@ class FakeTrainer:
 
     def log_hyperparameters(self, values: dict[str, str | int], patches: Patches) -> None:  # noqa: ARG002 - as above
         self.hyperparameters |= values
-
-    def show_progress(self, text: str, patches: Patches) -> None:  # noqa: ARG002 - a port's signature
-        self.progress = text
 
     def delivered(self) -> Collection[float | None]:
         return [self.loader.batch_size]

@@ -369,20 +369,6 @@ class HuggingFacePort:
                     then = functools.partial(_log_to_tracker, callback, name, write)
                     patches.extend(callback, "on_train_begin", then=then)
 
-    def show_progress(self, text: str, patches: Patches) -> None:
-        """Show the text to the right of the progress bar, once `ProgressCallback.on_train_begin` has made the bar."""
-        for callback in self._trainer.callback_handler.callbacks:
-            if not isinstance(callback, ProgressCallback):
-                continue
-
-            def show(_: Any, callback: ProgressCallback = callback) -> None:
-                if callback.training_bar is not None:
-                    callback.training_bar.set_postfix_str(f"zeus={text}")
-
-            show(None)
-            if callback.training_bar is None:
-                patches.extend(callback, "on_train_begin", then=show)
-
     def delivered(self) -> set[float | None]:
         """Return the set of sizes that the parts of the train loader state; if the parts agree, it has one element."""
         loader = self._trainer.callback_handler.train_dataloader

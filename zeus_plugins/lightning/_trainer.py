@@ -335,17 +335,6 @@ class LightningPort:
             except Exception as error:  # MLflow refuses to change a parameter
                 _logger.warning("%s did not take the batch size: %s", type(logger).__name__, error)
 
-    def show_progress(self, text: str, patches: Patches) -> None:
-        bar = self._trainer.progress_bar_callback
-        if bar is None:
-            return
-        get_metrics = bar.get_metrics
-
-        def with_ours(*args: Any, **kwargs: Any) -> Any:
-            return {**get_metrics(*args, **kwargs), "zeus": text}
-
-        patches.set_attribute(bar, "get_metrics", with_ours)
-
     def delivered(self) -> list[float | None]:
         """Return the sizes that the train loaders state, each scaled to the size of the largest loader."""
         sizes = delivered_batch_sizes(self._trainer)

@@ -84,7 +84,6 @@ class Announcer:
                 "zeus/lr_factor": lr_factor,
             }
         )
-        self._show_progress(trial)
 
     def reported(self, trial: TrialInfo) -> None:
         """Log the cost of the trial so far, and warn if its first report contradicts the target."""
@@ -101,7 +100,6 @@ class Announcer:
             if trial.above_idle_j is not None:
                 metrics["zeus/trial_energy_above_stated_idle_j"] = trial.above_idle_j
         self._port.log(metrics)
-        self._show_progress(trial)
         if not self._has_reported and trial.metric is not None and self._port.rank == 0:
             is_reached = job.confirm == 1 and job.is_reached_by(trial.metric)
             warning = first_report_warning(job, self._plan.monitor, trial.metric, is_reached=is_reached)
@@ -160,10 +158,6 @@ class Announcer:
         """Show a line to the user, unless the script has set the level of the logger `zeus_plugins` above INFO."""
         if _logger.level <= logging.INFO:
             self._port.say(printable(f"zeus: {line}"))
-
-    def _show_progress(self, trial: TrialInfo) -> None:
-        bound = self._plan.job.max_epochs if trial.stop_rule is None else trial.stop_rule.max_epochs
-        self._port.show_progress(f"{trial.batch_size} (≤{bound} epochs)", self._patches)
 
     def _next_steps(self, trial: TrialInfo, view: JobView | None) -> str:
         if trial.advice is not None:

@@ -126,9 +126,6 @@ class TrainerPort(Broadcasting, Protocol):
     def log_hyperparameters(self, values: dict[str, str | int], patches: Patches) -> None:
         """Add hyperparameters to those that the training logs to its experiment trackers."""
 
-    def show_progress(self, text: str, patches: Patches) -> None:
-        """Show a text as field ``zeus`` of the progress bar, if the trainer has one."""
-
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the optimizers and the learning rate schedulers of the training."""
 
