@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.frameworks import STEPS_OF_16, FrameworkBench, Training
+from tests.support.frameworks import FrameworkBench, Training
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import TrialState
@@ -30,13 +30,6 @@ def test_accumulation_of_user_divides_size(bench: FrameworkBench) -> None:
     assert training.sizes == [SERVERS_SIZE // 4] * 14
     assert training.accumulation == {4}
     assert training.steps == (4, 4)
-
-
-def test_sizes_with_uneven_accumulation_are_refused_before_trial(bench: FrameworkBench) -> None:
-    training = bench.training(bench.callback(bench.job(batch_sizes=(48, 50))), accumulation=4)
-    with pytest.raises(ZeusBSOConfigError, match=r"the batch sizes \[50\] cannot be spread .*; choose multiples of 4"):
-        training.train()
-    assert not bench.is_registered()
 
 
 def test_validation_within_epoch_is_reported_with_share_of_epoch(bench: FrameworkBench) -> None:
@@ -105,14 +98,6 @@ def test_job_is_named_after_training(bench: FrameworkBench) -> None:
     assert zeus.trial.job_id.endswith("-Classifier-score-0-1xA40")
 
 
-def test_second_training_uses_registered_job(bench: FrameworkBench) -> None:
-    zeus = bench.guessing()
-    for size in (16, 24):
-        bench.training(zeus, size=size).train()
-    view = bench.view()
-    assert (view.job.default_batch_size, view.trial_count) == (16, 2)
-
-
 @pytest.mark.parametrize("level", ["NOTSET", "WARNING"])
 def test_begin_and_end_are_printed_once_unless_the_level_is_above_info(
     mortal_bench: FrameworkBench, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], level: str
@@ -133,11 +118,3 @@ def test_begin_and_end_are_printed_once_unless_the_level_is_above_info(
     ]
     assert said[3].startswith("zeus: target reached after 1 epoch: score ")
     assert len(said) == 5
-
-
-def test_checkpoint_keeps_guessed_job(bench: FrameworkBench) -> None:
-    first = bench.guessing(target=2.0, on_failure="stop")
-    bench.training(first, epochs=2, save_every=0, scores=(0.5, 3.0)).train()
-    assert bench.only_trial().state is TrialState.COMPLETED
-    bench.training(bench.guessing(target=2.0), epochs=2).train(bench.checkpoint(STEPS_OF_16))
-    assert bench.view().trial_count == 1

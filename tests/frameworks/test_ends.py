@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.frameworks import FrameworkBench, Work
-from tests.support.job_bench import EPOCH_OF_48, SERVERS_SIZE, seconds_and_joules
-from zeus_plugins.protocol import GP_VOI, ZEUS, EndReason, TrialState
+from tests.support.job_bench import SERVERS_SIZE
+from zeus_plugins.protocol import TrialState
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -37,24 +37,6 @@ def test_estimate_is_named_on_machine_without_counter(bench: FrameworkBench) -> 
     assert callback.trial.energy_j > 0
     assert callback.trial.energy_source.startswith("estimate: ")
     assert bench.only_trial().energy_source == callback.trial.energy_source
-
-
-@pytest.mark.parametrize(
-    ("policy", "other_size", "reason"),
-    [(ZEUS, 24, EndReason.COST_BOUND_CROSSED), (GP_VOI, 96, EndReason.EPOCH_BOUND_REACHED)],
-)
-def test_trial_above_cost_bound_is_stopped_early(
-    bench: FrameworkBench, policy: str, other_size: int, reason: EndReason
-) -> None:
-    job = bench.job(0.9, batch_sizes=tuple(sorted((SERVERS_SIZE, other_size))), max_epochs=4, policy=policy)
-    bench.complete_first_trial(job)  # The first trial costs 55 J, so the bound is 110 J.
-    callback = bench.callback(job, energy_monitor=seconds_and_joules(1.0, 30.0), on_failure="stop")
-    training = bench.training(callback, epochs=4, scores=(0.1,))
-    training.train()  # Each epoch costs 65 J.
-    assert training.epochs == 2
-    assert callback.trial.verdict.reason is reason
-    last = bench.view().trials[-1]
-    assert (last.batch_size, last.state, last.cost_j) == (other_size, TrialState.EARLY_STOPPED, 130.0)
 
 
 # Errors
@@ -88,26 +70,3 @@ def test_ctrl_c_suspends_trial(bench: FrameworkBench) -> None:
         bench.training(bench.callback(), work=Work({2: KeyboardInterrupt()})).train()
     assert raised.value.args == bench.CTRL_C.args
     assert bench.only_trial().state is TrialState.SUSPENDED
-
-
-def test_dead_server_does_not_hide_error_of_user(mortal_bench: FrameworkBench) -> None:
-    error = RuntimeError("the user's own")
-    work = Work({1: mortal_bench.server.kill, 2: error})
-    with pytest.raises(RuntimeError) as raised:
-        mortal_bench.training(mortal_bench.callback(), work=work).train()
-    assert raised.value is error
-
-
-def test_server_killed_between_epochs_loses_no_report(mortal_bench: FrameworkBench) -> None:
-    server = mortal_bench.server
-
-    def fail_for_a_moment() -> None:
-        server.kill()
-        server.start()
-
-    callback = mortal_bench.callback(mortal_bench.job(0.9, max_epochs=4))
-    work = Work({len(EPOCH_OF_48) + 1: fail_for_a_moment})
-    mortal_bench.training(callback, work=work, epochs=4, scores=(0.1, 0.2, 0.9)).train()
-    trial = mortal_bench.only_trial()
-    assert (trial.state, trial.epochs, trial.batch_size) == (TrialState.COMPLETED, 3, SERVERS_SIZE)
-    assert (trial.time_s, trial.energy_j) == (3.0, 30.0)

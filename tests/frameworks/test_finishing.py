@@ -111,13 +111,6 @@ def test_learning_rates_of_rest_start_from_beginning(bench: FrameworkBench) -> N
     assert rates[-1] == pytest.approx(2 * rates[0])
 
 
-def test_steps_of_rest_follow_missed_run(bench: FrameworkBench, caplog: pytest.LogCaptureFixture) -> None:
-    training = bench.training(missing_at_24(bench), epochs=2, scores=(0.1, 0.1, 0.9))
-    training.train()
-    assert training.steps[0] == 2 * len(EPOCH_OF_24) + len(EPOCH_OF_48)
-    assert "at the first report" not in caplog.text
-
-
 def test_run_without_server_is_finished_at_size_of_user(mortal_bench: FrameworkBench) -> None:
     bench, server = mortal_bench, mortal_bench.server
     callback = missing_at_24(bench)

@@ -36,20 +36,3 @@ def test_three_runs_train_to_end_of_script_and_set_target(
     # Two lines come from the ends of the first two runs, the next one from the end of the third run.
     assert said.count("No target yet: the first 3 runs set it.") == 2
     assert said.lower().count("target 0.9, learned from runs 1 to 3") == 1
-
-
-def test_name_of_metric_is_sufficient(bench: FrameworkBench) -> None:
-    callback = bench.BatchSize("score", mode="max", **bench.callback_options({"job_id": bench.job_id}))
-    bench.training(callback, epochs=2, scores=(0.5, 0.6)).train()
-    view = bench.view()
-    assert (view.job.target_metric, view.job.max_epochs) == (None, 2)
-    assert [each.epochs for each in view.trials] == [2]
-
-
-def test_run_ended_by_script_before_last_epoch_is_no_failure(bench: FrameworkBench) -> None:
-    job = bench.job(0.0, max_epochs=4).model_copy(update={"target_metric": None})
-    callback = bench.callback(job, steps="unchanged")
-    bench.training(callback, epochs=4, scores=(0.5,), max_steps=9).train()
-    trial = bench.only_trial()
-    assert (trial.state, trial.end_reason) == (TrialState.COMPLETED, EndReason.NO_TARGET)
-    assert 2 <= (trial.epochs or 0) < 4

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 import pytest
 
-from tests.support.fake_nvml import FakeGpu, FakeNvml
-from tests.support.fake_zeus_monitor import ReplayedZeusMonitor
 from tests.support.frameworks import STEPS_OF_16, FrameworkBench, Powered
 from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -41,16 +38,6 @@ def test_best_limit_is_found_within_epochs_and_kept_until_end(bench: FrameworkBe
     assert work.device.limit_w() == FOUND_W
     assert training.logged("zeus/power_limit_w") == [{"zeus/power_limit_w": BEST_W}]
     assert training.left_behind(callback) == []
-
-
-def test_zeus_monitor_measures_as_well(bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The monitor's description needs the module.
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(max_power_mw=250_000)]))
-    work = Powered()
-    _, callback = train(bench, work=work, energy_monitor=ReplayedZeusMonitor(work.machine))
-    assert callback.chosen_limit_w == BEST_W
-    assert is_as_the_table(callback.profile)
-    assert {sample.source for sample in callback.profile.samples} == {"ReplayedZeusMonitor"}
 
 
 @pytest.mark.parametrize("steps", [2, 4, 5])
@@ -106,10 +93,3 @@ def test_second_training_measures_all_limits_again(bench: FrameworkBench) -> Non
         bench.training(callback, work=work, epochs=2).train()
         assert set(work.limits_of_steps) == set(LIMITS_W)
         assert work.device.limit_w() == FOUND_W
-
-
-def test_limit_beside_batch_size_callback_belongs_to_trial_size(bench: FrameworkBench) -> None:
-    work = Powered()
-    callback = bench.PowerLimit(**work.options())
-    bench.training(bench.callback(energy_monitor=work.monitor), callback, work=work).train()
-    assert callback.profile.batch_size == bench.only_trial().batch_size == 48

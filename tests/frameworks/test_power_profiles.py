@@ -42,18 +42,6 @@ def test_second_recurrence_measures_nothing(bench: FrameworkBench, is_first: boo
     assert bench.power_limits() == [(BEST_W, 4)] * 2
 
 
-def test_trainings_too_short_for_all_limits_share_work(bench: FrameworkBench) -> None:
-    tried = []
-    for _ in range(5):
-        work, _ = recur(bench, warmup_steps=1, profile_steps=2)
-        tried.append(work.limits_of_steps)
-    # A measurement takes three of an epoch's four steps.
-    assert tried[:3] == [[250.0] * 3 + [200.0], [200.0] * 3 + [150.0], [150.0] * 3 + [100.0]]
-    assert tried[3:] == [[100.0] * 3 + [BEST_W], [BEST_W] * STEPS]
-    assert bench.power_profiles() == [(1, 1), (2, 2), (3, 3), (4, 4)]
-    assert bench.power_limits() == [(None, 1), (None, 2), (None, 3), (BEST_W, 4), (BEST_W, 4)]
-
-
 def test_measurements_in_file_reach_server(bench: FrameworkBench, tmp_path: Path) -> None:
     path = tmp_path / "{batch_size}.json"
     alone = Powered()

@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
 from transformers import (
     EarlyStoppingCallback,
     Seq2SeqTrainer,
@@ -23,7 +22,6 @@ from tests.support import hf_bench as models
 from tests.support.frameworks import Work
 from tests.support.hf_bench import USERS_SIZE, Bench, Classifier, Digits, Watch, sizes_of, val_digits
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
-from tests.support.odd_sizes import Buckets, first_of
 from tests.support.versions import since
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
@@ -98,33 +96,6 @@ def test_every_way_trains_at_size_of_server(bench: Bench, way: dict[str, Any]) -
     assert bench.only_trial().state is TrialState.COMPLETED
 
 
-class FixedBatchesTrainer(Trainer):
-    def get_train_dataloader(self) -> Any:
-        return DataLoader(list(DataLoader(Digits(), batch_size=16)), batch_size=None)
-
-
-def test_fixed_batches_are_refused_and_end_trial(bench: Bench) -> None:
-    trainer = bench.trainer(bench.callback(), kind=FixedBatchesTrainer)
-    with pytest.raises(ZeusBSOConfigError, match="does not say how many samples"):
-        trainer.train()
-    assert sizes_of(trainer) == []
-    assert bench.only_trial().state is TrialState.WITHDRAWN
-
-
-class BucketsTrainer(Trainer):
-    def get_train_dataloader(self) -> Any:
-        loader = DataLoader(Digits(), batch_sampler=Buckets())
-        return self.accelerator.prepare(loader)
-
-
-def test_sampler_with_batches_made_earlier_is_refused(bench: Bench) -> None:
-    problem = r"by Buckets.__len__, an epoch has 160 samples at batch size 16 and 480 at 48"
-    with pytest.raises(ZeusBSOConfigError, match=problem):
-        bench.trainer(bench.callback(), kind=BucketsTrainer).train()
-    trial = bench.only_trial()
-    assert (trial.state, trial.end_reason, trial.epochs) == (TrialState.WITHDRAWN, EndReason.REFUSED, None)
-
-
 def test_deepspeed_is_refused_before_trial(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback())
     trainer.is_deepspeed_enabled = True
@@ -183,13 +154,6 @@ def test_steps_at_own_size_equal_steps_without_callback(bench: Bench, options: d
         trainer.train()
     assert (alone.state.global_step, watched.state.global_step) == (steps, steps)
     assert bench.only_trial().state is TrialState.EXHAUSTED
-
-
-def test_batches_as_items_are_refused(bench: Bench) -> None:
-    data = {"train_dataset": models.BatchItems(), "data_collator": first_of}
-    with pytest.raises(ZeusBSOConfigError, match="the items of the training data are batches already"):
-        bench.trainer(bench.callback(), data=data).train()
-    assert bench.only_trial().end_reason is EndReason.REFUSED
 
 
 def test_optimizer_without_schedule_gets_schedule_of_trial_length(

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.tuner.tuning import Tuner
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -62,14 +57,6 @@ DATA: dict[str, DataKind] = {
     ),
     "module.hparams": lambda: (models.HyperparameterModule(), {}),
 }
-COLLECTIONS: dict[str, DataKind] = {
-    "list": lambda: (Classifier(), {"train_dataloaders": [train_loader(), train_loader()]}),
-    "dict": lambda: (Classifier(), {"train_dataloaders": models.loaders_in_a_dict()}),
-    "combined": lambda: (
-        Classifier(),
-        {"train_dataloaders": CombinedLoader([train_loader(), train_loader()], "max_size_cycle")},
-    ),
-}
 
 
 def kinds(data: dict[str, DataKind]) -> pytest.MarkDecorator:
@@ -92,15 +79,6 @@ def test_every_way_to_give_data_trains_at_size_of_server(bench: Bench, kind: Dat
     assert trainer.global_step == len(EPOCH_OF_48)
 
 
-@kinds(COLLECTIONS)
-def test_every_loader_of_collection_gets_size_of_server(bench: Bench, kind: DataKind) -> None:
-    module, data = kind()
-    trainer = quiet_trainer(bench.callback())
-    trainer.fit(module, **data)
-    assert module.seen_sizes == [size for size in EPOCH_OF_48 for _ in range(2)]
-    assert module.estimated_steps == trainer.global_step == len(EPOCH_OF_48)
-
-
 def test_reloaded_loaders_get_size_of_server(bench: Bench) -> None:
     module = models.HardCodedModule()
     trainer = quiet_trainer(
@@ -119,14 +97,6 @@ class AtTrainStart(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         self._look()
-
-
-def test_attributes_and_hyperparameters_hold_size_of_server_while_training(bench: Bench) -> None:
-    module, data = models.SizedModule(), models.HyperparameterData()
-    seen: list[int] = []
-    look = AtTrainStart(lambda: seen.extend([module.batch_size, data.hparams["batch_size"]]))
-    quiet_trainer(bench.callback(), look).fit(module, data)
-    assert seen == [SERVERS_SIZE, SERVERS_SIZE]
 
 
 @pytest.mark.parametrize(
@@ -159,22 +129,6 @@ def test_accumulation_schedule_is_refused_before_trial(bench: Bench) -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"^GradientAccumulationScheduler changes the batch size"):
         trainer.fit(Classifier(), train_loader())
     assert not bench.is_registered()
-
-
-# The test runs in an interpreter of its own, where logging is not set up.
-@pytest.mark.slow
-def test_begin_and_end_are_printed_once_without_logging_setup(bench: Bench) -> None:
-    environ = os.environ | {"ZEUS_SERVER_URL": bench.server.url, "ZEUS_JOB_ID": bench.job_id}
-    command = [sys.executable, "-m", "tests.support.lightning_bare"]
-    trained = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-    assert trained.returncode == 0, trained.stderr
-    begin, guesses, _, end, *_ = [
-        line for line in (trained.stdout + trained.stderr).splitlines() if line.startswith("zeus: ")
-    ]
-    assert f"batch size 16, your own: first run of job {bench.job_id} (trial 1)" in begin
-    assert "guessed: batch sizes 2, 4, 8, 16, 32, 64, 128; at most 2 epochs; higher val_acc is better" in guesses
-    assert re.search("target reached after . epochs?: val_acc", end)
-    assert trained.stderr.count("energy is estimated as") <= 1
 
 
 def test_callback_can_be_pickled_before_fit(bench: Bench) -> None:
@@ -431,11 +385,3 @@ def test_failed_trial_raises_after_last_saving(bench: Bench) -> None:
     assert bench.checkpoint(len(EPOCH_OF_48)).exists()
     assert callback.trial.verdict is not None
     assert bench.only_trial().state is TrialState.EXHAUSTED
-
-
-def test_no_report_follows_verdict_delayed_by_min_epochs(bench: Bench) -> None:
-    callback = bench.callback(bench.job(max_epochs=3))
-    trainer = quiet_trainer(callback, min_epochs=3, max_epochs=3)
-    trainer.fit(Classifier(AT_ONCE), train_loader())
-    assert trainer.current_epoch == 3
-    assert bench.only_trial().epochs == 1

@@ -21,7 +21,6 @@ from tests.support.lightning_bench import (
     QUIET,
     RESUMES,
     TRAIN_IMAGES,
-    USERS_SIZE,
     Bench,
     Classifier,
     quiet_trainer,
@@ -185,16 +184,6 @@ def test_scaled_rates_and_accumulation_continue_after_resume(bench: Bench, tmp_p
         for step in range(4 * steps_per_epoch)
     ]
     assert [rate for rate, _ in itertools.groupby(second.seen_rates)] == pytest.approx(whole[2 * steps_per_epoch :])
-
-
-def test_checkpoint_of_weights_only_is_refused_by_lightning(bench: Bench, tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, save_last=True, save_weights_only=True)
-    quiet_trainer(saver, enable_checkpointing=True).fit(Classifier(), train_loader())
-    loader = train_loader()
-    with pytest.raises(KeyError, match="contains only the model"):
-        quiet_trainer(bench.callback(), max_epochs=2).fit(Classifier(), loader, ckpt_path=tmp_path / "last.ckpt")
-    assert loader.batch_size == USERS_SIZE
-    assert not bench.is_registered()
 
 
 @pytest.mark.parametrize("which", ["last", "best"])

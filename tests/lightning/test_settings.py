@@ -184,16 +184,6 @@ def test_second_fit_of_same_trainer_counts_own_epochs(bench: Bench) -> None:
     ]
 
 
-def test_second_fit_with_too_few_epochs_left_is_refused(bench: Bench) -> None:
-    callback = bench.callback(bench.job(max_epochs=2))
-    trainer = quiet_trainer(callback, max_epochs=3)
-    module = Classifier()
-    trainer.fit(module, train_loader())
-    with pytest.raises(ZeusBSOConfigError, match=r"after the 2 epochs .* make a new Trainer"):
-        trainer.fit(module, train_loader())
-    assert bench.only_trial().state is TrialState.COMPLETED
-
-
 # Manual optimization
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.support.power_limit_bench import ReplayMachine
-
 
 @dataclass
 class FakeZeusMeasurement:
@@ -44,20 +42,3 @@ class FakeZeusMonitor:
         assert not cancel
         self.open.remove(key)
         return self.answers.pop(0)
-
-
-class ReplayedZeusMonitor(FakeZeusMonitor):
-    """Monitor of a `ReplayMachine`."""
-
-    def __init__(self, machine: ReplayMachine) -> None:
-        super().__init__()
-        self._monitor = machine.monitor
-
-    def begin_window(self, key: str, sync_execution: bool = True) -> None:
-        super().begin_window(key, sync_execution)
-        self._monitor.begin_window(key)
-
-    def end_window(self, key: str, sync_execution: bool = True, cancel: bool = False) -> object:
-        measured = self._monitor.end_window(key)
-        self.answers = [FakeZeusMeasurement(measured.time_s, {0: measured.energy_j})]
-        return super().end_window(key, sync_execution, cancel)

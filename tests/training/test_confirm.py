@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.embedded import JOB, CutServer, monitor, resumed, the_trial
 from tests.support.fake_trainer import FakeTrainer, active
 from tests.support.reporting import until
-from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import JobSpec, ReportResponse, StopRule, TrainingResult, TrialState
 from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.defaults import JobWish, TrainingFacts, planned
@@ -49,12 +47,6 @@ def test_cost_at_the_target_is_measured_at_the_confirming_evaluation(server: Cut
     assert (trial.state, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, 3, 30.0)
 
 
-def test_single_evaluation_suffices_by_default(server: CutServer) -> None:
-    session = begun(server, JOB.model_copy(update={"target_metric": 0.8}))
-    assert stops(session, MISS, HIT) == [False, True]
-    session.end()
-
-
 def test_resumed_trial_does_not_count_an_evaluation_twice(server: CutServer) -> None:
     first = begun(server)
     assert stops(first, MISS) == [False]
@@ -66,16 +58,6 @@ def test_resumed_trial_does_not_count_an_evaluation_twice(server: CutServer) -> 
     assert stops(second, HIT, HIT) == [False, True]
     second.end()
     assert (the_trial(server).state, the_trial(server).epochs) == (TrialState.COMPLETED, 3)
-
-
-def test_trial_resumed_after_an_evaluation_at_the_target_needs_a_second(server: CutServer) -> None:
-    first = begun(server)
-    assert stops(first, HIT) == [False]
-    state = first.state_dict()
-    first.end(KeyboardInterrupt())
-    second = resumed(server, state, TWICE)
-    assert stops(second, HIT) == [True]
-    second.end()
 
 
 def test_offline_training_counts_like_the_server(server: CutServer) -> None:
@@ -140,15 +122,3 @@ def test_confirm_is_an_argument_of_a_guessed_job() -> None:
     default = planned(JobWish(monitor="acc", target=0.9), facts)
     assert default.job.confirm == 1
     assert "confirm" in default.guessed
-
-
-@pytest.mark.parametrize(
-    ("wish", "problem"),
-    [
-        ({"target": 0.9, "confirm": 0}, "confirm is 0: give a whole number above 0"),
-        ({"job": JOB, "confirm": 2}, r"there is a job= already: say confirm= as JobSpec\(confirm=…\)"),
-    ],
-)
-def test_invalid_confirm_is_refused(wish: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ZeusBSOConfigError, match=problem):
-        JobWish(**wish)

@@ -225,6 +225,7 @@ def test_variable_batches_of_the_right_mean_size_are_trained(bench: Bench) -> No
 
 MIXTURES: dict[str, Callable[[], dict[str, Any]]] = {
     "list": lambda: {"train_dataloaders": [train_loader(), small_loader()]},
+    "dict": lambda: {"train_dataloaders": {"large": train_loader(), "small": small_loader()}},
     "combined": lambda: {"train_dataloaders": CombinedLoader([train_loader(), small_loader()])},
     "data module": lambda: {"datamodule": MixedData()},
 }

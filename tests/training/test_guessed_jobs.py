@@ -40,11 +40,6 @@ def server(url: str) -> Iterator[ServerPort]:
         yield client
 
 
-def jobs_of(server: Any) -> dict[str, int]:  # an HTTP client or the embedded server
-    """Return the number of trials of each job."""
-    return {job.job_id: job.trials for job in server.list_jobs().jobs}
-
-
 class Net(FakeTrainer):
     def __init__(self, **told: Any) -> None:
         super().__init__()
@@ -245,39 +240,11 @@ def test_growing_data_keep_the_job_and_cause_a_single_line_about_the_drift(
     for samples in (1000, 1090, 910, 1101):
         launched(url, Net(samples=samples), 0.5, 0.95)
     view = server.show_job(JOB_ID)
-    assert (len(jobs_of(server)), view.trial_count) == (1, 4)
+    assert view.trial_count == 4
     assert view.job.fingerprint is not None
     assert view.job.fingerprint.samples == 1000
     (line,) = caplog.messages
     assert line.startswith(f"the training data have 1,101 samples, 1,000 when job {JOB_ID} began: ")
-
-
-def test_different_metric_target_or_mode_makes_a_new_job(url: str, server: ServerPort) -> None:
-    # Each metric reaches its target in the second epoch.
-    for metrics, said in (
-        ((0.5, 0.95), {}),
-        ((0.5, 0.95), {"target": 0.95}),
-        ((0.5, 0.95), {"monitor": "val_f1"}),
-        ((0.95, 0.5), {"mode": "min"}),
-        ((0.5, 0.95), {"target": None}),
-        ((0.5, 0.95), {"mode": "max"}),  # equals the direction of the name
-    ):
-        launched(url, Net(), *metrics, **said)
-    assert jobs_of(server) == {
-        JOB_ID: 2,
-        "train-Net-val_acc-0.95-1xA40": 1,
-        "train-Net-val_f1-0.9-1xA40": 1,
-        "train-Net-val_acc-0.9-min-1xA40": 1,
-        "train-Net-val_acc-1xA40": 1,
-    }
-
-
-def test_stated_sizes_and_epochs_are_registered(url: str, server: ServerPort) -> None:
-    port = Net()
-    launched(url, port, 0.5, 0.95, batch_sizes=(128, 256), max_epochs=2)
-    job = server.show_job(JOB_ID).job
-    assert (job.batch_sizes, job.default_batch_size, job.max_epochs) == ((64, 128, 256), 64, 2)
-    assert port.said[1].startswith("zeus: guessed: higher val_acc is better; the job's id (job=")
 
 
 # Fingerprint of a training

@@ -87,23 +87,6 @@ def test_loop_registers_the_rule_of_scaling(tmp_path: Path) -> None:
     assert seen == [(None, 0), ("rate auto", 1), ("rate auto", 1), ("rate none", 2), ("rate none", 2)]
 
 
-def test_training_runs_from_the_request_to_the_target() -> None:
-    server = ContractDouble(KEEP_TRAINING, CONVERGED)
-    optimizer = optimizer_of(server)
-    assert optimizer.get_batch_size() == 64
-    optimizer.on_train_begin()
-    optimizer.on_evaluate(0.25)
-    assert not optimizer.training_finished
-    optimizer.on_evaluate(0.75)
-    assert optimizer.training_finished
-    optimizer.close()
-    assert server.sent("POST", "/report") == [
-        TRIAL | {"time": 1.0, "energy": 50.0, "metric": 0.25, "current_epoch": 1, **MEASURED},
-        TRIAL | {"time": 2.0, "energy": 100.0, "metric": 0.75, "current_epoch": 2, **MEASURED},
-    ]
-    assert server.sent("PATCH", "/trials") == []
-
-
 def test_batch_size_is_requested_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="zeus_plugins")
     server = ContractDouble()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 import uuid
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -24,7 +23,7 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import NO_RETRIES
-from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, EstimateMonitor, Measurement, ReplayMonitor
+from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOConfigError,
@@ -136,15 +135,6 @@ def test_launches_changing_the_rule_again_and_again_are_refused(tmp_path: Path) 
             session.ask()
         states = [trial.state for trial in client.show_job(JOB.job_id or "").trials]
     assert set(states) == {TrialState.WITHDRAWN}
-
-
-def test_session_can_be_pickled_before_asking() -> None:
-    session = TrialSession(JOB, BsoClient("http://127.0.0.1:9"), EstimateMonitor(65.0))
-    copy = pickle.loads(pickle.dumps(session))  # noqa: S301
-    assert not copy.has_trial
-    # Port 9 (discard) is closed on test machines: looking for the server shows that the copy works.
-    assert copy.ask() == JOB.default_batch_size
-    copy.end()
 
 
 # --- reporting ------------------------------------------------------------------------------------------------------
@@ -391,22 +381,6 @@ def test_call_out_of_order_is_refused(calls: str, message: str) -> None:
 
 
 # --- ending ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_early_end_fails_the_trial_on_the_server_once(begun: bool) -> None:
-    server = ContractDouble()
-    session = session_of(server)
-    session_of(server).end()
-    assert server.requests == []  # without a trial, no request is sent
-    session.ask()
-    if begun:
-        session.begin_measurement()
-    session.end()
-    session.end()
-    assert server.sent("PATCH", "/trials") == [
-        TRIAL | {"outcome": "failed", "refused_size": False, "ended_early": True, "detail": None}
-    ]
 
 
 def test_ending_warns_instead_of_raising(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -88,12 +87,6 @@ def test_invalid_options_are_refused(option: dict[str, Any], problem: str) -> No
     with pytest.raises(ZeusBSOConfigError) as raised:
         TrialOptions(**option)
     assert str(raised.value) == problem
-
-
-def test_run_can_be_pickled_before_the_begin() -> None:
-    run = TrialRun(JobWish(job=JOB), TrialOptions(server_url="http://bso", energy_monitor=ten_joules_a_second()))
-    copy = pickle.loads(pickle.dumps(run))  # noqa: S301 - our own bytes
-    assert (copy.trial, copy.active) == (None, None)
 
 
 # Beginning
