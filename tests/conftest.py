@@ -68,10 +68,11 @@ hypothesis.settings.load_profile("thorough")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as slow on database servers except in the files about storage."""
+    """Mark tests as slow on database servers except in the files about storage, and there only for random examples."""
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if marks & {"postgresql", "mysql"} and "storage" not in marks:
+        is_random = isinstance(item, pytest.Function) and hypothesis.is_hypothesis_test(item.obj)
+        if marks & {"postgresql", "mysql"} and (is_random or "storage" not in marks):
             item.add_marker(pytest.mark.slow)
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -26,13 +25,24 @@ SOURCE = energy.EstimateMonitor(100.0).source
 LONG_S = 60.0
 
 
-def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*ENERGY, *arguments], capture_output=True, text=True, check=False, timeout=LONG_S, **options)
+def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Run the command in this process; return its status and its standard error, as nothing else is written."""
+    status = main(["energy", *arguments])
+    output, errors = capfd.readouterr()
+    assert output == ""
+    return status, errors
 
 
 def test_time_and_energy_are_reported_beside_the_output_of_the_command() -> None:
-    done = run(*STATED, "--json", "--", "sh", "-c", "cat; echo error >&2; sleep 0.3; exit 3", input="input")
-
+    command = ["sh", "-c", "cat; echo error >&2; sleep 0.3; exit 3"]
+    done = subprocess.run(
+        [*ENERGY, *STATED, "--json", "--", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LONG_S,
+        input="input",
+    )
     assert (done.returncode, done.stdout) == (3, "input")
     first, last = done.stderr.splitlines()
     assert first == "error"
@@ -43,7 +53,7 @@ def test_time_and_energy_are_reported_beside_the_output_of_the_command() -> None
     assert told.pop("mean_power_w") == pytest.approx(energy_j / told.pop("time_s"))
     assert told.pop("gpu_model")
     assert told == {
-        "command": ["sh", "-c", "cat; echo error >&2; sleep 0.3; exit 3"],
+        "command": command,
         "exit_status": 3,
         "energy_source": SOURCE,
         "max_power": 100.0,
@@ -51,24 +61,23 @@ def test_time_and_energy_are_reported_beside_the_output_of_the_command() -> None
     }
 
 
-def test_text_output_is_a_single_line() -> None:
-    done = run(*STATED, "sh", "-c", "exit 0")
-    assert done.returncode == 0
+def test_text_output_is_a_single_line(capfd: pytest.CaptureFixture[str]) -> None:
+    status, errors = run(capfd, *STATED, "sh", "-c", "exit 0")
+    assert status == 0
     line = r"zeus-plugins energy: [\d.]+ s, [\d.]+ J, [\d.]+ W on average \(" + re.escape(SOURCE) + r"\)\n"
-    assert re.fullmatch(line, done.stderr), done.stderr
+    assert re.fullmatch(line, errors), errors
 
 
-def test_report_can_be_written_to_a_file(tmp_path: Path) -> None:
-    done = run(*STATED, "--json", "--output", str(tmp_path / "told.json"), "--", "true")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_report_can_be_written_to_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(capfd, *STATED, "--json", "--output", str(tmp_path / "told.json"), "--", "true") == (0, "")
     assert json.loads((tmp_path / "told.json").read_text())["exit_status"] == 0
 
 
-def test_unwritable_file_loses_neither_figures_nor_status(tmp_path: Path) -> None:
-    done = run(*STATED, "--output", str(tmp_path / "absent" / "told"), "--", "sh", "-c", "exit 4")
-    assert done.returncode == 4
-    assert "No such file or directory" in done.stderr
-    assert "W on average" in done.stderr
+def test_unwritable_file_loses_neither_figures_nor_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, errors = run(capfd, *STATED, "--output", str(tmp_path / "absent" / "told"), "--", "sh", "-c", "exit 4")
+    assert status == 4
+    assert "No such file or directory" in errors
+    assert "W on average" in errors
 
 
 @pytest.mark.parametrize(
@@ -79,23 +88,25 @@ def test_unwritable_file_loses_neither_figures_nor_status(tmp_path: Path) -> Non
         (["sh", "-c", "kill -KILL $$"], 128 + signal.SIGKILL, "W on average"),
     ],
 )
-def test_abnormal_end_of_the_command_sets_the_exit_status(command: list[str], status: int, says: str) -> None:
-    done = run(*STATED, "--", *command)
-    assert done.returncode == status
-    assert says in done.stderr
+def test_abnormal_end_of_the_command_sets_the_exit_status(
+    command: list[str], status: int, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found, errors = run(capfd, *STATED, "--", *command)
+    assert found == status
+    assert says in errors
 
 
-def test_command_is_not_run_without_a_working_monitor(tmp_path: Path) -> None:
-    done = run("--monitor", "estimate", "--", "touch", str(tmp_path / "touched"))
-    assert done.returncode == 125
-    assert "pass --power-w or set ZEUS_ESTIMATED_POWER_W" in done.stderr
+def test_command_is_not_run_without_a_working_monitor(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, errors = run(capfd, "--monitor", "estimate", "--", "touch", str(tmp_path / "touched"))
+    assert status == 125
+    assert "pass --power-w or set ZEUS_ESTIMATED_POWER_W" in errors
     assert not (tmp_path / "touched").exists()
 
 
-def test_missing_command_shows_the_usage() -> None:
-    done = run("--json")
-    assert done.returncode == 2
-    assert "zeus-plugins energy -- COMMAND" in done.stderr
+def test_missing_command_shows_the_usage(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["energy", "--json"])
+    assert "zeus-plugins energy -- COMMAND" in capfd.readouterr().err
 
 
 # Prints a line, waits for a signal, and ends with 10 plus its number.
@@ -176,13 +187,13 @@ def test_every_monitor_can_be_selected(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, source: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(power_mw=50_000)]))
-    assert main(["energy", "--monitor", name, "--json", "--", "true"]) == 0
-    assert json.loads(capfd.readouterr().err)["energy_source"] == source
+    status, errors = run(capfd, "--monitor", name, "--json", "--", "true")
+    assert (status, json.loads(errors)["energy_source"]) == (0, source)
 
 
 def test_missing_monitor_is_reported_with_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
-    status = main(["energy", "--monitor", "rapl", "--json", "--", "true"])
-    assert (status == 125 and "RAPL" in capfd.readouterr().err) or status == 0
+    status, errors = run(capfd, "--monitor", "rapl", "--json", "--", "true")
+    assert (status == 125 and "RAPL" in errors) or status == 0
 
 
 def test_removed_monitor_is_refused_with_the_replacement(capfd: pytest.CaptureFixture[str]) -> None:

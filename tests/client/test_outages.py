@@ -152,7 +152,7 @@ QUICK = {
     "plain-hangs",
     "plain-file-gone",
     "plain-disk-full",
-    *(f"{framework}-away-in-the-middle-and-back" for framework in TRAININGS),
+    "plain-away-in-the-middle-and-back",
 }
 
 

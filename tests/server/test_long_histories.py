@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -28,13 +22,8 @@ from bso_server.storage.queries import latest_trials
 from bso_server.storage.sqlite import SyncStore
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from tests.support.databases import DATABASES
-from tests.support.exports import export_over, import_beside, renamed
-from tests.support.jobs import job
-from tests.support.servers import serving
 from tests.support.service import JobService, new_job, open_store, run_apart
-from zeus_plugins.client.port import DEFAULT_TIMEOUT_S
-from zeus_plugins.protocol import GP_VOI, CreatedJob, Origin, TrialState
+from zeus_plugins.protocol import CreatedJob, Origin, TrialState
 
 pytestmark = pytest.mark.storage
 
@@ -43,7 +32,6 @@ RUNS = 60
 VIEWS = 8
 # Longer than any step takes on a busy machine.
 LONG_S = 120.0
-AT = "2026-01-01T00:00:00+00:00"
 
 
 class Slow:
@@ -215,82 +203,3 @@ def test_training_without_a_server_computes_the_memory(tmp_path: Path) -> None:
         finally:
             store.close()
     assert (view.trial_count, slow.learned) == (RUNS, RUNS)
-
-
-def export_of(job_id: str, runs: int) -> list[dict[str, Any]]:
-    """Return the export of a job of `gp_voi` with runs of seven sizes; a tenth of them missed the target."""
-    rng, sizes = np.random.default_rng(1), [8, 16, 32, 64, 128, 256, 512]
-    registered = job(job_id=job_id, batch_sizes=sizes, default_batch_size=64, policy=GP_VOI, max_epochs=60)
-    head = {"format": "zeus-bso-job", "version": 1, "job": registered, "created_at": AT, "trials": runs}
-
-    def trial(number: int) -> dict[str, Any]:
-        size = sizes[int(rng.integers(7))]
-        epochs = max(2, round((8 + size / 64) * math.exp(rng.normal(0, 0.1))))
-        epoch_s = (1000 / size + 10) * math.exp(rng.normal(0, 0.05))
-        reached = bool(rng.random() < 0.9)
-        ends = ("completed", "target_reached") if reached else ("early_stopped", "epoch_bound_reached")
-        numbers = {"trial_number": number, "batch_size": size, "report_count": epochs, "epoch": epochs}
-        words = {"origin": "exploration", "reason": "tried", "message": "ended", "energy_source": "nvml"}
-        instants = dict.fromkeys(("started_at", "reported_at", "ended_at"), AT) | {"lease_expires_at": None}
-        events = {"started_event": 2 * number - 1, "ended_event": 2 * number, "state": ends[0], "end_reason": ends[1]}
-        totals = {"time_s": epochs * epoch_s, "energy_j": epochs * epoch_s * 200, "metric": 0.95 if reached else 0.5}
-        first = {"first_epoch": 1, "first_time_s": epoch_s, "first_energy_j": epoch_s * 200, "longest_gap_s": epoch_s}
-        return numbers | words | instants | events | totals | first | {"heartbeats": True, "epochs": []}
-
-    return [{**head, "survivors": None, "rng_state": None}, *(trial(number + 1) for number in range(runs))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("database_url", DATABASES, indirect=True, scope="module")
-def test_fleet_goes_on_while_a_job_of_ten_thousand_runs_is_revised_viewed_and_continued(
-    database_url: str, tmp_path: Path
-) -> None:
-    """All requests succeed; heartbeats of other jobs are answered before their client gives them up."""
-    with (
-        serving(database_url, tmp_path, "--migrate") as server,
-        httpx.Client(base_url=server.url, timeout=LONG_S) as http,
-    ):
-        import_beside(http, export_of("long-0", 10_000))
-        # A real export, of which a copy is imported.
-        import_beside(http, renamed(export_over(http, "long-0"), "long-1"))
-        others = []
-        for number in range(20):
-            registered = http.post("/jobs", json=job(job_id=f"other-{number}")).raise_for_status().json()
-            begun = http.get("/jobs/batch_size", params={"job_id": registered["job_id"]}).raise_for_status().json()
-            others.append({name: begun[name] for name in ("job_id", "batch_size", "trial_number")})
-        with beating(server.url, others) as answers:
-            known = http.get("/api/jobs/long-1").raise_for_status().json()["job"]
-            http.post("/jobs", json={**known, "max_power": 250.0, "revise": True}).raise_for_status()
-            with ThreadPoolExecutor(8) as pool:
-                pages = ["/ui/jobs/long-1", "/api/jobs/long-1", "/api/jobs/long-1/explanation", "/api/jobs"] * 2
-                for page in pool.map(http.get, pages):
-                    page.raise_for_status()
-            begun = http.get("/jobs/batch_size", params={"job_id": "long-1"}).raise_for_status().json()
-            assert begun["trial_number"] == 10_001
-            assert len(export_over(http, "long-1")) == 10_002
-        assert len(answers) > 20
-        assert {status for status, _ in answers} == {200}
-        assert max(took_s for _, took_s in answers) < DEFAULT_TIMEOUT_S
-
-
-@contextmanager
-def beating(url: str, trials: Sequence[dict[str, Any]]) -> Iterator[list[tuple[int, float]]]:
-    """Send heartbeats of these trials in turn; yield the status of each answer, and the seconds until it came."""
-    answers: list[tuple[int, float]] = []
-    ends = threading.Event()
-
-    def beat() -> None:
-        with httpx.Client(base_url=url, timeout=LONG_S) as http:
-            for trial in cycle(trials):
-                begun = time.monotonic()
-                answers.append((http.patch("/trials/heartbeat", json=trial).status_code, time.monotonic() - begun))
-                if ends.wait(0.05):
-                    return
-
-    with ThreadPoolExecutor(1) as pool:
-        beats = pool.submit(beat)
-        try:
-            yield answers
-        finally:
-            ends.set()
-            beats.result()
