@@ -15,11 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from bso_server.core.model import (
     BAND_SDS,
@@ -189,28 +186,6 @@ def choose(
     return max(draws, key=draws.__getitem__), draws
 
 
-Array: TypeAlias = npt.NDArray[np.float64]
-
-_PAIRS = 512
-
-
-def chances_lowest(mean: Array, std: Array) -> Array:
-    """Return, for each of n independent normal quantities, the probability to be the lowest, accurate to about 0.02.
-
-    Draws are antithetic; `mean` and `std` have the shape (n,).
-    """
-    around = _standard_normal(len(mean)) * std
-    lowest = np.concatenate([(mean + around).argmin(axis=1), (mean - around).argmin(axis=1)])
-    counts: npt.NDArray[Any] = np.bincount(lowest, minlength=len(mean))
-    return counts / len(lowest)
-
-
-@lru_cache(maxsize=16)
-def _standard_normal(size: int) -> Array:
-    """Return constant draws of the standard normal distribution, shape (_PAIRS, size)."""
-    return np.random.default_rng(0).standard_normal((_PAIRS, size))
-
-
 def suggest(history: History, rng: np.random.Generator) -> Suggestion:
     """Choose the next trial's batch size; only the bandit stage uses the generator.
 
@@ -235,20 +210,13 @@ def stop_rule(job: CreatedJob, trial: TrialRecord | None, min_cost_j: float | No
 
 
 def explain(history: History, suggestion: Suggestion) -> Decision:
-    """Return the expected cost of each size that fits; in the bandit stage, of each survivor with its chance to win."""
+    """Return the expected cost of each size that fits; in the bandit stage, of each survivor."""
     known = expectations(history)
-    sizes = suggestion.survivors or history.fitting_sizes
-    chances: dict[int, float] = {}
-    if suggestion.survivors is not None and known.costs:
-        means = np.array([cost.mean_j for cost in known.costs.values()])
-        highs = np.array([cost.mean_j if cost.band_j is None else cost.band_j[1] for cost in known.costs.values()])
-        chance = chances_lowest(means, (highs - means) / BAND_SDS)
-        chances = dict(zip(known.costs, chance.tolist(), strict=True))
     found = []
-    for size in sizes:
-        numbers: dict[str, float | None] = {}
+    for size in suggestion.survivors or history.fitting_sizes:
+        numbers: dict[str, float] = {}
         if (cost := known.costs.get(size)) is not None:
-            numbers = {"expected_cost_j": cost.mean_j, "chance_best": chances.get(size)}
+            numbers = {"expected_cost_j": cost.mean_j}
             if cost.band_j is not None:
                 numbers |= dict(zip(("low_j", "high_j"), cost.band_j, strict=True))
         found.append(SizeBelief(batch_size=size, **numbers))
