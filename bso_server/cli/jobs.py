@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
@@ -71,6 +71,9 @@ Page = TypeVar("Page", JobList, TrialList)
 # Long enough for the export of whole jobs.
 _TIMEOUT_S = 300.0
 
+OUTPUT = "the shell writes the file: bso-server … > FILE"
+"""What to do instead of the option ``--output`` of earlier versions."""
+
 _DATABASE_ALONE = "jobs import needs the database, so run it there, or name the database by --database-url"
 
 # Trials that `jobs show` prints by default.
@@ -128,7 +131,7 @@ def add_jobs_commands(commands: Commands) -> None:
     exported.add_argument("job_id", metavar="JOB", nargs="?")
     exported.add_argument("--all", action="store_true", help="export all jobs")
     export_.add_argument("--format", action=RemovedOption, instead="jobs show JOB --json has the fields of each trial")
-    export_.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
+    export_.add_argument("--output", action=RemovedOption, instead=OUTPUT)
 
     import_ = add_command(jobs, "import", "create the jobs of a file from `jobs export`", _import)
     import_.add_argument("file", metavar="FILE", type=Path)
@@ -209,51 +212,31 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     ids = [job.job_id for job in read_jobs(options).jobs] if options.all else [options.job_id]
-    with written(options.output) as file:
-        if options.server_url is None:
-            with_store(options, lambda store: _export_from_store(store, ids, file, is_listed=options.all))
-            return
-        for job_id in ids:
-            try:
-                with _answered(options, "GET", f"{_path_of_job(job_id)}/export") as answer:
-                    for piece in answer.iter_text():
-                        file.write(piece)
-            except _NotFoundError:
-                # A job of the list may have been deleted since.
-                if not options.all:
-                    raise
+    if options.server_url is None:
+        with_store(options, lambda store: _export_from_store(store, ids, is_listed=options.all))
+        return
+    for job_id in ids:
+        try:
+            with _answered(options, "GET", f"{_path_of_job(job_id)}/export") as answer:
+                for piece in answer.iter_text():
+                    sys.stdout.write(piece)
+        except _NotFoundError:
+            # A job of the list may have been deleted since.
+            if not options.all:
+                raise
 
 
-async def _export_from_store(store: Store, ids: list[str], file: TextIO, *, is_listed: bool) -> None:
+async def _export_from_store(store: Store, ids: list[str], *, is_listed: bool) -> None:
     for job_id in ids:
         pieces = export(store, job_id)
         try:
-            file.write((await anext(pieces)).decode())
+            sys.stdout.write((await anext(pieces)).decode())
         except UnknownJobError:
             if not is_listed:
                 raise
             continue  # Deleted since it was listed.
         async for piece in pieces:
-            file.write(piece.decode())
-
-
-@contextmanager
-def written(output: Path | None) -> Iterator[TextIO]:
-    """Yield standard output, or a file that replaces `output` once everything is written."""
-    if output is None:
-        yield sys.stdout
-        return
-    is_special = output.exists() and not output.is_file()
-    part = output if is_special else output.with_name(f"{output.name}.part")
-    try:
-        # Line ends are the same on every system.
-        with part.open("w", encoding="utf-8", newline="") as file:
-            yield file
-    except BaseException:
-        if not is_special:
-            part.unlink(missing_ok=True)
-        raise
-    part.replace(output)
+            sys.stdout.write(piece.decode())
 
 
 def _import(options: argparse.Namespace) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from urllib.parse import urlencode
 
-from bso_server.cli.common import Commands, add_command, duration, settings_of
-from bso_server.cli.jobs import ask_or_read, written
+from bso_server.cli.common import Commands, RemovedOption, add_command, duration, settings_of
+from bso_server.cli.jobs import OUTPUT, ask_or_read
 from bso_server.service.fleet import FleetReader
 from bso_server.service.views import FleetPage, Tariff
 from zeus_plugins.protocol import Paths
@@ -21,7 +20,7 @@ def add_report_command(commands: Commands) -> None:
         "--by", default="owner", metavar="GROUP", help="group jobs by owner, model, gpu, job, or the name of a tag"
     )
     report.add_argument("--format", type=_format, metavar="{md,json}", default="md", help="default: md")
-    report.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
+    report.add_argument("--output", action=RemovedOption, instead=OUTPUT)
 
 
 def _period(text: str) -> str:
@@ -46,5 +45,4 @@ def _report(options: argparse.Namespace) -> None:
         options, "GET", path, FleetPage, lambda store: FleetReader(store, tariff).read(options.since, options.by)
     )
     text = fleet.markdown(page) if options.format == "md" else page.model_dump_json(indent=2) + "\n"
-    with written(options.output) as file:
-        file.write(text)
+    print(text, end="")

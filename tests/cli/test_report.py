@@ -128,10 +128,10 @@ def test_json_is_the_route_and_the_pages_twin(server: ServerProcess, source: lis
     assert told["total"]["jobs"] == 4
 
 
-def test_file_gets_the_report(server: ServerProcess, tmp_path: Path) -> None:
-    file = tmp_path / "report.md"
-    assert reported("--output", str(file), "--database-url", server.database_url) == ""
-    assert file.read_text(encoding="utf-8").startswith("# Report\n")
+@pytest.mark.parametrize("command", [("report",), ("jobs", "export", "any")])
+def test_removed_output_names_the_redirection(command: tuple[str, ...]) -> None:
+    done = bso_server(*command, "--output", "file")
+    assert (done.returncode, "--output was removed: the shell writes the file" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("removed", ["html", "csv"])

@@ -88,7 +88,7 @@ def commands() -> Iterator[tuple[str, bool]]:
         for language, block in FENCED.findall(text):
             if language in {"sh", "bash"}:
                 for line in block.replace("\\\n", " ").splitlines():
-                    if found := re.search(r"(?:^|[\s/])((?:bso-server|zeus-plugins) [^#;]*)", line):
+                    if found := re.search(r"(?:^|[\s/])((?:bso-server|zeus-plugins) [^#;>]*)", line):
                         yield found[1].strip(), not re.search(r"[\[|$<…]", found[1])
         for span in INLINE.findall(FENCED.sub("", text)):
             if re.match(r"(bso-server|zeus-plugins) ", span):
