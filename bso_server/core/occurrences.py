@@ -42,13 +42,6 @@ class TransactionDone:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportsCommitted:
-    """One transaction has accepted or refused this number of reports."""
-
-    reports: int
-
-
-@dataclass(frozen=True, slots=True)
 class TrialStarted:
     """A trial of a job with this policy was dispatched, or recorded after it began without the server."""
 
@@ -70,7 +63,7 @@ class CallerRefused:
     reason: Refusal
 
 
-Occurrence: TypeAlias = TransactionDone | ReportsCommitted | TrialStarted | TrialEnded | CallerRefused
+Occurrence: TypeAlias = TransactionDone | TrialStarted | TrialEnded | CallerRefused
 
 Listener: TypeAlias = Callable[[Occurrence], None]
 """Handler of an occurrence. It must be quick, because requests wait for it, and must not raise."""

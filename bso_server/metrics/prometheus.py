@@ -26,7 +26,6 @@ from bso_server.core.occurrences import (
     Occurrence,
     Outcome,
     Refusal,
-    ReportsCommitted,
     TransactionDone,
     TrialEnded,
     TrialStarted,
@@ -43,7 +42,6 @@ _KINDS = ("read", "write")
 
 _REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _TRANSACTION_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 1.0, 3.0)
-_GROUP = (1, 2, 5, 10, 20, 50, 100, 200)
 
 # Metrics of creation times would double the number of series, and Prometheus detects resets without them.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a function of the library without types
@@ -69,7 +67,6 @@ class Metrics:
             buckets=_TRANSACTION_S,
         )
         self._repeats = counter("zeus_bso_transaction_repeats", "Attempts at transactions that the database broke off.")
-        self._groups = histogram("zeus_bso_report_group_size", "Reports in one transaction.", buckets=_GROUP)
         self._suggestions = counter("zeus_bso_suggestions", "Trials that were started.", ("policy", "origin"))
         self._ended = counter("zeus_bso_trials_ended", "Trials that have ended.", ("state",))
         self._abandoned = counter("zeus_bso_trials_abandoned", "Trials that were abandoned when their leases ended.")
@@ -112,8 +109,6 @@ class Metrics:
                 self._transaction_times.labels(_KINDS[writes]).observe(duration_s)
                 if repeats:
                     self._repeats.inc(repeats)
-            case ReportsCommitted(reports) if reports:
-                self._groups.observe(reports)
             case TrialStarted(policy, origin):
                 self._suggestions.labels(policy, origin.value).inc()
             case TrialEnded(TrialState.ABANDONED):

@@ -14,7 +14,7 @@ from bso_server.core import policy
 from bso_server.core.access import UNRESTRICTED, Caller
 from bso_server.core.job import Moment, add_rank_report, is_of_same_evaluation, judge_report
 from bso_server.core.model import OBSERVED, History, Report, TrialKey, TrialRecord
-from bso_server.core.occurrences import ReportsCommitted, TrialEnded
+from bso_server.core.occurrences import TrialEnded
 from bso_server.core.revisions import is_aside
 from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
 from bso_server.service.loading import load_history
@@ -53,9 +53,7 @@ class Reports:
         return await self._store.write_in_batch(self._batch, (result, caller))
 
     def _record(self, transaction: Transaction, reports: Sequence[CallersReport], waits: bool) -> list[Outcome]:
-        outcomes = ReportBatch(transaction, reports, self._moment(), waits=waits).take()
-        transaction.tell(ReportsCommitted(sum(each is not RowLocked.ROW_LOCKED for each in outcomes)))
-        return outcomes
+        return ReportBatch(transaction, reports, self._moment(), waits=waits).take()
 
 
 class ReportBatch:

@@ -51,7 +51,6 @@ async def test_requests_suggestions_and_ends_are_counted(tmp_path: Path) -> None
         assert value(values, "trials_ended_total", state="completed") == 1
         assert value(values, "trials_ended_total") == 1
         assert value(values, "trials_abandoned_total") == 0
-        assert value(values, "report_group_size_sum") == value(values, "report_group_size_count") == 1
         assert value(values, "transactions_total", kind="write", outcome="committed") >= 3
         assert value(values, "transactions_total", outcome="refused") == 1
         assert job_id not in (await http.get("/metrics")).text
