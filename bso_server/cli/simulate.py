@@ -62,24 +62,15 @@ def add_simulate_command(commands: Commands) -> None:
     parser.add_argument(
         "--beta", type=_beta, default=argparse.SUPPRESS, help="β of early stopping, or none (default: the job's, or 2)"
     )
-    parser.add_argument(
-        "--power-limit",
-        choices=["optimal", "max"],
-        default="optimal",
-        help="optimal: the cheapest limit of each size, found in its first epoch (default); max: the maximum",
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=at_least_1,
-        default=1,
-        metavar="K",
-        help="number of recurrences under way at a time (default 1)",
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     instead = "the first run takes the default size"
     parser.add_argument("--probe", "--first-run", action=RemovedOption, instead=instead)
     instead = "python -m benchmarks.policies report --policies warm simulates warm starts"
     parser.add_argument("--warm-start", action=RemovedOption, instead=instead)
+    instead = "each size runs at its cheapest limit, which its first run finds"
+    parser.add_argument("--power-limit", action=RemovedOption, instead=instead)
+    instead = "python -m benchmarks.policies report --only made-in-flight-4 simulates four recurrences at a time"
+    parser.add_argument("--concurrency", action=RemovedOption, instead=instead)
     instead = "multiply the column KWH by the price"
     parser.add_argument("--price", action=RemovedOption, instead=instead)
 
@@ -110,8 +101,6 @@ def _simulate(options: argparse.Namespace) -> None:
             seeds=options.seeds,
             eta=eta,
             beta=getattr(options, "beta", subject.beta),
-            optimal_power_limits=options.power_limit == "optimal",
-            concurrency=options.concurrency,
         )
         for eta in dict.fromkeys(options.eta or [subject.eta])
     ]
@@ -227,30 +216,27 @@ def ratios_text(comparisons: Sequence[Comparison]) -> str:
 
 def savings_text(comparisons: Sequence[Comparison]) -> str:
     """Format energy, time and savings of all recurrences, by policy."""
-    amounts = ["ENERGY J", "KWH", "HOURS"]
-    saved = [*(f"SAVED {amount.removeprefix('ENERGY ')}" for amount in amounts), "SAVED ENERGY", "SAVED TIME"]
     rows = []
     for each in comparisons:
-        name, eta, default = each.workload.name, f"{each.eta:g}", each.conditions.landscape.default.batch_size
-        always = _amounts(each.default_consumption)
-        rows.append([name, f"always {default}", eta, str(each.recurrences), *always, *("" for _ in saved)])
-        for policy in each.results:
-            saves = each.savings(policy)
-            shares = map(_percent, (saves.energy_share_saved, saves.time_share_saved))
-            numbers = [*_amounts(saves.consumed), *_amounts(saves.saved), *shares]
-            rows.append([name, policy, eta, str(saves.recurrences), *numbers])
+        name, eta, default = each.workload.name, f"{each.eta:g}", each.default_consumption
+        always = f"always {each.conditions.landscape.default.batch_size}"
+        rows.append([name, always, eta, *_amounts(default), "", ""])
+        for policy, result in each.results.items():
+            saved = map(_percent, result.consumed.saved_against(default))
+            rows.append([name, policy, eta, *_amounts(result.consumed), *saved])
     unfinished = any(result.unfinished for each in comparisons for result in each.results.values())
     return (
-        "what all recurrences took, mean over the seeds, and what they saved against always taking the default\n\n"
-        + table(["WORKLOAD", "POLICY", "ETA", "RECURRENCES", *amounts, *saved], rows)
+        f"what {comparisons[0].recurrences} recurrences took, mean over the seeds, and what they saved against always "
+        "taking the default\n\n"
+        + table(["WORKLOAD", "POLICY", "ETA", "KWH", "HOURS", "SAVED ENERGY", "SAVED TIME"], rows)
         + ("\n\nUNFINISHED recurrences include their trials and a run at the default, with which they end" * unfinished)
     )
 
 
 def _amounts(consumed: Consumption | None) -> list[str]:
     if consumed is None:
-        return ["-"] * 3
-    return [f"{amount:.4g}" for amount in (consumed.energy_j, consumed.energy_kwh, consumed.time_h)]
+        return ["-", "-"]
+    return [f"{amount:.4g}" for amount in (consumed.energy_kwh, consumed.time_h)]
 
 
 def _ratio(ratio: float | None) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
 from bso_server.core.model import History
 from bso_server.simulate.play import Conditions, Played, Simulation, job_of
-from bso_server.simulate.workload import Consumption, Landscape, Savings, Workload, landscape
+from bso_server.simulate.workload import Consumption, Landscape, Workload, landscape
 from zeus_plugins.protocol import WarmStart
 
 MARKS = (10, 20, 50, 100, 200, 500)
@@ -87,10 +87,6 @@ class Comparison:
             total += expected
         return total
 
-    def savings(self, policy: str) -> Savings:
-        """Return a policy's savings over the default."""
-        return Savings(self.recurrences, self.results[policy].consumed, self.default_consumption)
-
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as JSON types, without costs of single recurrences."""
         oracle, default = self.conditions.landscape.oracle, self.conditions.landscape.default
@@ -111,9 +107,8 @@ class Comparison:
             },
             "policies": {policy: result.as_json() for policy, result in self.results.items()},
             "spending": {
-                "recurrences": self.recurrences,
-                "default": None if consumed is None else consumed.as_json(),
-                "policies": {policy: self.savings(policy).as_json() for policy in self.results},
+                "default": None if consumed is None else asdict(consumed),
+                "policies": {policy: asdict(result.consumed) for policy, result in self.results.items()},
             },
         }
 
@@ -215,5 +210,5 @@ def _result(jobs: Sequence[Played], setting: Setting, oracle_j: Sequence[float],
         worst_seed_ratio=max(ratio[-1] for ratio in ratios),
         unfinished=sum(job.unfinished for job in jobs),
         consumed=sum((consumed for job in jobs for consumed in job.consumed), Consumption()) * (1 / len(jobs)),
-        energy_reduction_last5=Savings(1, Consumption(last_j), default).energy_share_saved,
+        energy_reduction_last5=Consumption(last_j).saved_against(default)[0],
     )

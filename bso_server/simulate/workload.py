@@ -1,10 +1,9 @@
-"""Recorded recurring trainings: epochs, energy, time and cost of a run at each batch size, and savings."""
+"""Recorded recurring trainings: epochs, energy, time and cost of a run at each batch size."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from zeus_plugins.protocol import cost
 
@@ -22,9 +21,6 @@ class Consumption:
     def __add__(self, other: Consumption) -> Consumption:
         return Consumption(self.energy_j + other.energy_j, self.time_s + other.time_s)
 
-    def __sub__(self, other: Consumption) -> Consumption:
-        return Consumption(self.energy_j - other.energy_j, self.time_s - other.time_s)
-
     def __mul__(self, times: float) -> Consumption:
         return Consumption(self.energy_j * times, self.time_s * times)
 
@@ -38,46 +34,13 @@ class Consumption:
         """Time in hours."""
         return self.time_s / _SECONDS_PER_HOUR
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON types."""
-        return {"energy_j": self.energy_j, "energy_kwh": self.energy_kwh, "time_h": self.time_h}
-
-
-@dataclass(frozen=True, slots=True)
-class Savings:
-    """Savings of recurrences, compared with an equal number of recurrences at the default batch size.
-
-    `default` is the expected energy and time of these at the default; None if the default never reaches the target.
-    """
-
-    recurrences: int
-    consumed: Consumption
-    default: Consumption | None
-
-    @property
-    def saved(self) -> Consumption | None:
-        """Energy and time saved; None if the default never reaches the target."""
-        return None if self.default is None else self.default - self.consumed
-
-    @property
-    def energy_share_saved(self) -> float | None:
-        """Share of the default's energy that was saved; None if the default's energy is unknown or 0 J."""
-        return 1 - self.consumed.energy_j / self.default.energy_j if self.default and self.default.energy_j else None
-
-    @property
-    def time_share_saved(self) -> float | None:
-        """Share of the default's time that was saved; None if the default's time is unknown or 0 s."""
-        return 1 - self.consumed.time_s / self.default.time_s if self.default and self.default.time_s else None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON types, without the consumption at the default."""
-        return {
-            "recurrences": self.recurrences,
-            **self.consumed.as_json(),
-            "saved": None if self.saved is None else self.saved.as_json(),
-            "energy_share_saved": self.energy_share_saved,
-            "time_share_saved": self.time_share_saved,
-        }
+    def saved_against(self, default: Consumption | None) -> tuple[float | None, float | None]:
+        """Return the shares of the energy and the time of `default` that were saved; None if unknown, or if it is 0."""
+        if default is None:
+            return None, None
+        pairs = (self.energy_j, default.energy_j), (self.time_s, default.time_s)
+        energy, time = (1 - own / theirs if theirs else None for own, theirs in pairs)
+        return energy, time
 
 
 @dataclass(frozen=True, slots=True)
