@@ -408,7 +408,7 @@ def test_file_left_to_a_hanging_thread_is_released_afterwards(outbox: Outbox) ->
     session = TrialSession(JOB, client, seconds_and_joules(1.0, 10.0))
     session.ask()
     assert server.asked.wait(PATIENCE_S)
-    client.timeout_s = 0.01  # the end waits as long for the thread, whose own client keeps its time
+    client.timeout_s = 0.01  # the end waits as long for the thread, which has a client with the old timeout
     session.end(KeyboardInterrupt())
     (path,) = outbox.waiting()
     with pytest.raises(FileBusyError):

@@ -42,7 +42,7 @@ def _large(piece: bytes) -> bytes:
     return piece * (65536 // len(piece))
 
 
-# What each kind of attack sends at first, and then without end: at most one byte at intervals, or much at once.
+# The first bytes of each kind of attack, and the bytes that it repeats without end: at intervals, or many at once.
 KINDS = {
     "pipelining": (b"", _large(_REQUEST)),
     "endless value": (_REQUEST[:-2] + b"X: ", _large(b"x")),

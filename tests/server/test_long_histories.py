@@ -1,4 +1,4 @@
-"""Jobs of thousands of runs, whose policy's memory no transaction can compute, on each kind of database."""
+"""Jobs of thousands of runs, of which no transaction can compute the policy's memory, on each kind of database."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ LONG_S = 120.0
 
 
 class Slow:
-    """A policy whose memory counts runs; after `hold`, learning them waits for `go`.
+    """A policy with a memory that counts runs; after `hold`, learning them waits for `go`.
 
-    While it waits, it must not hold a transaction: learning then raises in the loop's thread and in those of SQLite.
+    While it waits, it must not hold a transaction: learning then raises in the threads of the loop and of SQLite.
     """
 
     def __init__(self) -> None:

@@ -202,7 +202,7 @@ class History:
         return {row.trial_number: row for row in transaction.all_trials(self.job.job_id)}
 
     def silent(self) -> list[int]:
-        """Return the numbers of the trials whose leases have expired."""
+        """Return the numbers of trials with expired leases."""
         leases = {number: row.lease_expires_at for number, row in self.rows.items()}
         return [number for number, lease_end in leases.items() if lease_end is not None and lease_end < self.now]
 

@@ -49,7 +49,7 @@ def tokens(any_server: ServerProcess) -> Tokens:
 
 @pytest.fixture(scope="module")
 def sharing(any_server: ServerProcess) -> str:
-    """Return a token whose jobs are open to other tokens."""
+    """Return a token that shares its jobs with other tokens."""
     return make_token(any_server.database_url, "report", options=["--share"])
 
 

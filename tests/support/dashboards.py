@@ -200,7 +200,7 @@ def filled(database_url: str, fill: Fill) -> None:
 
 
 async def never_reached(life: Life) -> None:
-    """A job whose runs all end without the target."""
+    """A job of runs that all end without the target."""
     job = await life.register("llama-sft-unreachable", max_epochs=12, fingerprint={"monitor": "val_acc"})
     for _ in range(9):
         await life.miss(job)
@@ -212,7 +212,7 @@ async def one_run(life: Life) -> None:
 
 
 async def estimated(life: Life) -> None:
-    """A job whose energy is watts × time."""
+    """A job with energies of watts × time."""
     job = await life.register("laptop-mnist", max_power=65.0, gpu_model="CPU", controls=CONTROLS)
     for _ in range(16):
         await life.run(job, energy_source="estimate: 65 W stated")
