@@ -37,7 +37,6 @@ from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.master import FailedTryError, MasterState, Run, ServerOptimizer
 from zeus_plugins.master.history import MAX_TRIES, NextRun, PlannedRun, conclusion
-from zeus_plugins.master.runner import oom_kills, why_failed
 from zeus_plugins.protocol import TrialState
 from zeus_plugins.train_result import TrainResult
 
@@ -165,17 +164,6 @@ def test_script_without_a_result_has_failed(tmp_path: Path, program: str, outcom
         run_once(tmp_path, program)
     assert raised.value.outcome == outcome
     assert raised.value.time_s > 0
-
-
-def test_kernel_counter_distinguishes_out_of_memory_from_a_kill(tmp_path: Path) -> None:
-    (tmp_path / "vmstat").write_text("pgfault 7\noom_kill 3\nzone 1\n")
-    assert oom_kills(tmp_path / "vmstat") == 3
-    assert oom_kills(tmp_path / "none") is None
-    log = tmp_path / "log"
-    assert why_failed(-9, log, oom_kills=1)[0] == "infeasible"
-    assert why_failed(137, log, oom_kills=1)[0] == "infeasible"
-    assert why_failed(-9, log, oom_kills=0)[0] == "failed"
-    assert why_failed(-15, log, oom_kills=1)[0] == "failed"
 
 
 def test_missing_command_does_not_count_as_a_failed_run(tmp_path: Path) -> None:

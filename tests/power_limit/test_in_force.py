@@ -144,7 +144,7 @@ def once_at(limit_w: float, act: Callable[[], object]) -> Callable[[float], None
 def powers_w(zeus: PowerLimitProfiler) -> dict[float, float]:
     """The mean power of each measured limit, in watts."""
     assert zeus.profile is not None
-    return {sample.limit_w: sample.average_power_w for sample in zeus.profile.samples}
+    return {sample.limit_w: sample.energy_j / sample.time_s for sample in zeus.profile.samples}
 
 
 def test_window_in_which_another_program_set_the_limit_is_measured_again(caplog: pytest.LogCaptureFixture) -> None:

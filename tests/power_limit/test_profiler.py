@@ -217,7 +217,8 @@ def test_each_limit_is_measured_and_the_best_kept_on_all_gpus(number_of_gpus: in
     assert zeus.profile is not None
     assert {sample.limit_w: sample.steps for sample in zeus.profile.samples} == dict.fromkeys(TABLE, 2)
     assert zeus.profile.gpus.max_power == 250.0 * number_of_gpus
-    assert zeus.profile.samples[0].average_power_w == pytest.approx(80.0 * number_of_gpus)
+    sample = zeus.profile.samples[0]
+    assert sample.energy_j / sample.time_s == pytest.approx(80.0 * number_of_gpus)
     assert [device.limit_w() for device in where.devices] == [BEST_W] * number_of_gpus
     zeus.close()
     assert [device.limit_w() for device in where.devices] == [FOUND_W] * number_of_gpus

@@ -204,16 +204,15 @@ class ZeusMaster:
                 if result is not None:
                     return result
         path.unlink(missing_ok=True)
-        killed_before, began = oom_kills(), time.monotonic()
+        began = time.monotonic()
         status = execute(launch)
-        time_s, killed_now = max(time.monotonic() - began, LEAST_TIME_S), oom_kills()
+        time_s = max(time.monotonic() - began, LEAST_TIME_S)
         try:
             result = TrainResult.read(path)
         except ZeusBSOConfigError as error:
             raise FailedTryError(str(error), outcome="failed", time_s=time_s) from None
         if result is None:
-            killed = None if killed_before is None or killed_now is None else killed_now - killed_before
-            outcome, reason = why_failed(status, launch.log, oom_kills=killed)
+            outcome, reason = why_failed(status, launch.log)
             raise FailedTryError(reason, outcome=outcome, time_s=time_s)
         return result
 
@@ -331,7 +330,6 @@ def _resumed(kept: MasterState, now: MasterState, directory: Path) -> MasterStat
     return kept
 
 
-_VMSTAT = Path("/proc/vmstat")
 _LOG_END_BYTES = 8192
 _LAST_LINES = 5
 _MEMORY_ERROR = re.compile(r"\b(MemoryError|OutOfMemoryError|std::bad_alloc)\b")
@@ -352,19 +350,16 @@ class FailedTryError(ZeusBSOTrainFailError):
         self.time_s = time_s
 
 
-def why_failed(status: int, log: Path, *, oom_kills: int | None) -> tuple[Literal["failed", "infeasible"], str]:
+def why_failed(status: int, log: Path) -> tuple[Literal["failed", "infeasible"], str]:
     """Return the outcome of a run without a result, and the reason in words.
 
-    The run was out of memory if the last lines of its log say so, or if the kernel's out-of-memory killer ended it;
-    `oom_kills` is the number of this killer's kills during the run. A status of −n means that signal n ended the run.
+    The run was out of memory if the last lines of its log say so. A status of −n means that signal n ended the run.
     """
     lines = _last_lines(log)
     said = lines[-1] if lines else "it printed nothing"
     # A shell adds 128 to the signal that ended its command.
     ended_by = -status if status < 0 else status - _SHELL_SIGNAL_BASE
     number = ended_by if ended_by in set(signal.Signals) else None
-    if number == signal.SIGKILL and oom_kills:
-        return "infeasible", "out of memory: the kernel killed it (SIGKILL)"
     if status != 0:
         for line in reversed(lines):
             if _MEMORY_ERROR.search(line) or outcome_of(RuntimeError(line)) is TrialState.INFEASIBLE:
@@ -376,15 +371,6 @@ def why_failed(status: int, log: Path, *, oom_kills: int | None) -> tuple[Litera
     if status:
         return "failed", _fitting(f"exit status {status}; its last words: {said}")
     return "failed", "it ended without an error and wrote no result: the script must write its train.json"
-
-
-def oom_kills(vmstat: Path = _VMSTAT) -> int | None:
-    """Return the number of processes that the kernel's out-of-memory killer has ended; None if unknown."""
-    try:
-        found = re.search(r"^oom_kill (\d+)$", vmstat.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return None if found is None else int(found[1])
 
 
 def _last_lines(log: Path) -> list[str]:

@@ -172,11 +172,6 @@ class PowerLimitSample(WireMessage):
         """Joules of one step, over all GPUs."""
         return self.energy_j / self.steps
 
-    @property
-    def average_power_w(self) -> float:
-        """Mean power over all GPUs, watts."""
-        return self.energy_j / self.time_s
-
 
 def _ascending(samples: tuple[PowerLimitSample, ...]) -> tuple[PowerLimitSample, ...]:
     """Order samples by their limit, and refuse two samples of the same limit."""
