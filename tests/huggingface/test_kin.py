@@ -30,7 +30,6 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     Trainer,
-    TrainerCallback,
 )
 
 from tests.support.hf_bench import QUIET, Bench, Tokens, quiet_arguments
@@ -153,11 +152,11 @@ def peft_model(folder: Path, callback: Any) -> Any:
     return Trainer(model=model, args=quiet_arguments(folder), callbacks=[callback], **data)
 
 
-def grpo(folder: Path, callback: Any, **options: Any) -> Any:
+def grpo(folder: Path, callback: Any) -> Any:
     import trl
 
     data = table(lambda number: {"prompt": text(number, 3)}, 24)
-    given = {**OPTIONS, "per_device_eval_batch_size": 8, "num_generations": 4, "max_completion_length": 4, **options}
+    given = {**OPTIONS, "per_device_eval_batch_size": 8, "num_generations": 4, "max_completion_length": 4}
     return trl.GRPOTrainer(
         model=gpt2(),
         reward_funcs=lambda completions, **_: [float(len(completion)) for completion in completions],
@@ -232,8 +231,6 @@ WAYS: dict[str, tuple[Callable[[Path, Any], Any], str]] = {
     "PEFT": (peft_model, "eval_loss"),
     "TRL's DPOTrainer": (dpo, "eval_loss"),
     "TRL's RewardTrainer": (reward, "eval_loss"),
-    "TRL's GRPOTrainer": (grpo, "eval_reward"),
-    "TRL's GRPOTrainer, accumulating": (functools.partial(grpo, gradient_accumulation_steps=2), "eval_reward"),
     "sentence-transformers": (sentences, "eval_loss"),
     "sentence-transformers, no duplicates": (functools.partial(sentences, batch_sampler="no_duplicates"), "eval_loss"),
     "sentence-transformers, several data sets": (
@@ -264,41 +261,18 @@ def test_kindred_trainer_trains_at_size_of_server(bench: Bench, name: str) -> No
     trainer, train = made if isinstance(made := make(bench.folder, callback), tuple) else (made, made.train)
     sizes = counted(trainer)
     train()
-    expected = SERVERS_SIZE * (2 if name in PAIRED else 1) // (2 if "accumulating" in name else 1)
+    expected = SERVERS_SIZE * (2 if name in PAIRED else 1)
     full = [size for size in sizes if size == expected]
     assert len(full) >= max(2, len(sizes) - 2), sizes
     assert max(sizes) == expected
     assert bench.only_trial().state is TrialState.COMPLETED
 
 
-def test_grpo_refuses_group_splitting_sizes_before_trial(bench: Bench) -> None:
-    callback = bench.callback(bench.job(batch_sizes=(42, SERVERS_SIZE), **EASY), "eval_reward")
-    trainer = grpo(bench.folder, callback)
-    with pytest.raises(ZeusBSOConfigError, match=r"num_generations=4 .* sizes \[42\] .* choose multiples of 4"):
+def test_grpo_is_refused_before_trial(bench: Bench) -> None:
+    trainer = grpo(bench.folder, bench.callback(bench.job(**EASY), "eval_reward"))
+    with pytest.raises(ZeusBSOConfigError, match="batch size of a GRPOTrainer, which generates its own training data"):
         trainer.train()
     assert not bench.is_registered()
-
-
-class GenerationWatch(TrainerCallback):
-    """Records for how many steps a trainer generates at once, and how many completions."""
-
-    def __init__(self) -> None:
-        self.seen: set[tuple[int, int]] = set()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        self.seen.add((args.steps_per_generation, args.generation_batch_size))
-
-
-def test_grpo_keeps_steps_per_generation_and_restores_own_numbers(bench: Bench) -> None:
-    callback = bench.callback(bench.job(**EASY), "eval_reward", max_per_device_batch_size=24)
-    trainer = grpo(bench.folder, callback, steps_per_generation=2)
-    watch = GenerationWatch()
-    trainer.add_callback(watch)
-    sizes = counted(trainer)
-    trainer.train()
-    assert set(sizes) == {SERVERS_SIZE // 2}
-    assert watch.seen == {(4, 2 * SERVERS_SIZE)}
-    assert (trainer.args.steps_per_generation, trainer.args.generation_batch_size) == (2, 32)
 
 
 def test_negatives_within_batch_are_warned_about(

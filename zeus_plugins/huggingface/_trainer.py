@@ -197,7 +197,6 @@ class HuggingFacePort:
     def deliver(self, split: BatchSplit, patches: Patches, *, is_own: bool = False) -> None:
         """Set the arguments, and the size of every future train loader."""
         trainer, args = self._trainer, self._args
-        resize_generations(trainer, split, self._processes, patches)
         # With split batches, accelerate divides the trainer's batch among all processes.
         shares = self._processes if trainer.accelerator.split_batches else 1
         patches.set_attribute(args, "per_device_train_batch_size", split.per_device * shares)
@@ -208,7 +207,7 @@ class HuggingFacePort:
         def resize(loader: Any) -> None:
             if _rebalancing_sampler(loader) is not None:  # it reads the arguments, and has uneven batches
                 return
-            size = split.per_device * self._devices_here * batches_per_fetch(trainer)
+            size = split.per_device * self._devices_here
             # A sampler that states no size may have read it from the trainer's arguments; counting verifies the size.
             resize_loader(loader, size, patches, processes=self._processes, needs_size=False)
             # One process may load the batch of all processes, to divide it.
@@ -264,7 +263,7 @@ class HuggingFacePort:
             samples=samples,
             step_size=step_size,
             devices=self.devices,
-            unit=math.lcm(unit, generation_unit(self._trainer)),
+            unit=unit,
             max_epochs=max(1, math.ceil(epochs)),
             data=name_of_data(data),
             obstacle=lambda split: self._shortage(split) or self._obstacle(own if counts_samples else split),
@@ -272,7 +271,7 @@ class HuggingFacePort:
 
     def follow_samples(self, default: int, split: BatchSplit, patches: Patches) -> tuple[StepScale, list[str]]:
         args: Any = self._args
-        own, settings, counts_rows = self._own_split, StepSettings(patches), not self._counts_otherwise
+        own, settings, counts_rows = self._own_split, StepSettings(patches), not has_own_loader(self._trainer)
         lengths = {each: self._batches(each) if counts_rows else None for each in (own, split)}
         scale = StepScale.between(own, split, lengths)
         if args.max_steps > 0:
@@ -310,24 +309,20 @@ class HuggingFacePort:
         batches = self._batches(split)
         return None if batches is None else math.ceil(batches / split.accumulation)
 
-    @property
-    def _counts_otherwise(self) -> bool:
-        """Whether the trainer need not count the rows of the data set."""
-        return generation_unit(self._trainer) > 1 or has_own_loader(self._trainer)
-
     def _shortage(self, split: BatchSplit) -> str | None:
         """Return the reason why the data have no batch at this split, or the trainer refuses it; or None."""
         if split.per_device == 1 and getattr(self._trainer, "calculate_KL", False):
             return "KTO compares the samples of a device's batch, of which there is one"
         samples = samples_of(self._trainer.train_dataset)
-        if self._counts_otherwise or samples is None or samples >= split.per_device * split.accumulation * self.devices:
+        needed = split.per_device * split.accumulation * self.devices
+        if has_own_loader(self._trainer) or samples is None or samples >= needed:
             return None
         return f"a batch is larger than the data of {samples} samples"
 
     def _obstacle(self, split: BatchSplit) -> str | None:
         """Return the reason why a training of this split's steps would never be evaluated, or None."""
         args, steps, limit = self._args, self._steps(split), self._args.max_steps
-        if self._counts_otherwise:
+        if has_own_loader(self._trainer):
             return None
         total = limit if limit > 0 else steps and math.ceil(steps * args.num_train_epochs)
         if args.eval_delay and steps and total:
@@ -374,8 +369,7 @@ class HuggingFacePort:
         loader = self._trainer.callback_handler.train_dataloader
         sampler = _rebalancing_sampler(loader)
         if sampler is None:
-            shares = self._devices_here * batches_per_fetch(self._trainer)
-            return {size / shares for size in process_batch_sizes(loader, self._processes)}
+            return {size / self._devices_here for size in process_batch_sizes(loader, self._processes)}
         return {sampler.effective_batch_size / (self.devices * self.accumulation)}
 
     def check_samples(self) -> None:
@@ -564,47 +558,6 @@ def _rebalancing_sampler(loader: Any) -> Any:
     """Return the loader's sampler with batches of uneven sizes (``train_sampling_strategy="batch_rebalance"``)."""
     samplers = nested_samplers(getattr(loader, "batch_sampler", None))
     return next((each for each in samplers if hasattr(each, "effective_batch_size")), None)
-
-
-def batches_per_fetch(trainer: Trainer) -> int:
-    """Return the number of batches that the loader delivers at once: TRL's GRPO and RLOO generate for several."""
-    return getattr(trainer.args, "steps_per_generation", None) or 1
-
-
-def generation_unit(trainer: Trainer) -> int:
-    """Return the number that must divide a batch size, for whole groups of completions; 1 without generation."""
-    args: Any = trainer.args
-    if not hasattr(args, "steps_per_generation"):
-        return 1
-    has_whole_steps = args.steps_per_generation % args.gradient_accumulation_steps == 0
-    return int(args.num_generations * (1 if has_whole_steps else args.gradient_accumulation_steps))
-
-
-def check_generations(trainer: Trainer, batch_sizes: Sequence[int]) -> None:
-    """Check that batches of these sizes contain whole groups of completions.
-
-    Raises:
-        ZeusBSOConfigError: Some sizes would divide a group.
-    """
-    unit = generation_unit(trainer)
-    torn = [size for size in batch_sizes if size % unit]
-    if torn:
-        args: Any = trainer.args
-        raise ZeusBSOConfigError(
-            f"{type(trainer).__name__} generates num_generations={args.num_generations} completions for each prompt, "
-            f"and the batch sizes {torn} hold no whole number of such groups: choose multiples of {unit}"
-        )
-
-
-def resize_generations(trainer: Trainer, split: BatchSplit, processes: int, patches: Patches) -> None:
-    """Set the number of completions that a trainer generates, before its accumulation is set."""
-    args: Any = trainer.args
-    if not hasattr(args, "steps_per_generation"):
-        return
-    # Generate for an unchanged number of optimizer steps.
-    steps = split.accumulation * args.steps_per_generation // args.gradient_accumulation_steps
-    patches.set_attribute(args, "steps_per_generation", steps)
-    patches.set_attribute(args, "generation_batch_size", split.per_device * processes * steps)
 
 
 def warn_of_in_batch_negatives(trainer: Trainer) -> None:

@@ -14,7 +14,6 @@ from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
     TrainWrapper,
     can_find_size,
-    check_generations,
     checkpoint_of,
     checkpointed,
     early_end,
@@ -244,7 +243,11 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
                 "the ZeusBSOTrainerCallback cannot set the batch size of DeepSpeed: train without the callback, or "
                 "shard the model by FSDP"
             )
-        check_generations(trainer, self._wish.said_sizes)
+        if hasattr(args, "steps_per_generation"):  # TRL's GRPO and RLOO
+            raise ZeusBSOConfigError(
+                f"the ZeusBSOTrainerCallback cannot set the batch size of a {type(trainer).__name__}, which generates "
+                "its own training data: train without the callback"
+            )
         if args.max_steps <= 0:
             epochs = math.ceil(args.num_train_epochs)
             check_epochs(self._wish.said_epochs, epochs, "TrainingArguments(num_train_epochs={})")

@@ -117,11 +117,6 @@ class JobWish:
         return frozenset(_FIELDS[name] for name in self._said) | self.fields.keys()
 
     @property
-    def said_sizes(self) -> tuple[int, ...]:
-        """The batch sizes that the user has given."""
-        return (self.batch_sizes or ()) if self.job is None else self.job.batch_sizes
-
-    @property
     def said_epochs(self) -> int:
         """The user's number of epochs, which the trainer must be able to train; 0 if the user has given none."""
         return (self.max_epochs or 0) if self.job is None else self.job.max_epochs
