@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
+from tests.support.replay import ReplayMonitor
 from zeus_plugins.cli import main
 from zeus_plugins.energy import (
     EpochMeter,
     Measurement,
     NvmlMonitor,
-    ReplayMonitor,
 )
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig

@@ -12,9 +12,10 @@ from torch.utils.data import TensorDataset
 
 from tests.support.contract_double import CONVERGED, KEEP_TRAINING, ContractDouble
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
+from tests.support.replay import ReplayMonitor
 from tests.support.reporting import warnings_in
 from zeus_plugins.dataloader import ZeusDataLoader
-from zeus_plugins.energy import EnergyUnavailableError, Measurement, NvmlMonitor, ReplayMonitor
+from zeus_plugins.energy import EnergyUnavailableError, Measurement, NvmlMonitor
 from zeus_plugins.energy.monitor import BridgedMonitor
 from zeus_plugins.protocol import GpuConfig, JobSpec
 from zeus_plugins.training.session import TrialSession

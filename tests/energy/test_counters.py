@@ -18,6 +18,7 @@ from tests.support.energy_bench import spent_j, window
 from tests.support.fake_nvml import H200, V100, Clock, FakeGpu, FakeNvml, has_nvidia_driver
 from tests.support.fake_powercap import make_powercap
 from tests.support.fake_zeus_monitor import FakeZeusMeasurement, FakeZeusMonitor
+from tests.support.replay import ReplayMonitor
 from zeus_plugins.energy import (
     EnergyMonitor,
     EnergyUnavailableError,
@@ -26,7 +27,6 @@ from zeus_plugins.energy import (
     NvmlMonitor,
     NvmlPowerMonitor,
     RaplMonitor,
-    ReplayMonitor,
     ZeusMonitorAdapter,
 )
 from zeus_plugins.energy.estimate import cpu_model_name

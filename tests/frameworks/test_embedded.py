@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.frameworks import FrameworkBench, Training
 from tests.support.job_bench import EPOCH_OF_48, GPUS, NEVER, seconds_and_joules
+from tests.support.replay import ReplayMonitor
 from tests.support.servers import ServerProcess
 from zeus_plugins.client import client_from_environment
-from zeus_plugins.energy import EnergyMonitor, Measurement, ReplayMonitor
+from zeus_plugins.energy import EnergyMonitor, Measurement
 from zeus_plugins.protocol import TrialState, TrialView
 
 NO_SERVER = cast("ServerProcess", None)

@@ -25,7 +25,8 @@ from benchmarks.recurrences.tasks import HOUR_TASKS, tasks_for
 from benchmarks.reports import Record, proof_results
 from benchmarks.tables import proof_tables
 from tests.support import ROOT
-from zeus_plugins.energy import Measurement, ReplayMonitor
+from tests.support.replay import ReplayMonitor
+from zeus_plugins.energy import Measurement
 from zeus_plugins.protocol import GpuConfig
 
 SECONDS = (40.0, 60.0)

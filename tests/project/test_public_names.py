@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import zeus_plugins
-from zeus_plugins import energy, errors, huggingface, lightning, protocol, testing
+from zeus_plugins import errors, huggingface, lightning, protocol, testing
 
 ERRORS = (
     *("ZeusBSOBadOperationError", "ZeusBSOConfigError", "ZeusBSOError", "ZeusBSOOperationOrderError"),
@@ -31,7 +31,7 @@ PUBLIC = {
         ),
         *("EpochMeter", "EstimateMonitor", "Measurement", "NvmlMonitor", "NvmlPowerMonitor"),
         "RaplMonitor",
-        *("ReplayMonitor", "WindowMonitor", "ZeusMonitorAdapter", "as_energy_monitor", "auto"),
+        *("WindowMonitor", "ZeusMonitorAdapter", "as_energy_monitor", "auto"),
     },
     "zeus_plugins.errors": {"ZeusBSORuntimError", *ERRORS},
     "zeus_plugins.huggingface": {
@@ -47,7 +47,6 @@ PUBLIC = {
         *("Energy", "MaxSlowdown", "NvmlDevice", "OptimumSelector", "PowerLimitDevice", "PowerLimitProfile"),
         *("PowerLimitProfiler", "PowerLimitSample", "PowerLimitUnavailableError", "Time", "ZeusCost", "find_devices"),
     },
-    "zeus_plugins.testing": {"ReplayMonitor"},
     "zeus_plugins.train_result": {"TrainResult", "result_path", "write_atomically"},
 }
 
@@ -99,8 +98,10 @@ def test_zeus_spelling_of_an_error_is_an_alias() -> None:
     assert errors.ZeusBSORuntimeError.__name__ == "ZeusBSORuntimeError"
 
 
-def test_replay_monitor_is_importable_from_both_places() -> None:
-    assert energy.ReplayMonitor is testing.ReplayMonitor
+@pytest.mark.parametrize(("name", "instead"), [("ReplayMonitor", "EstimateMonitor"), ("check_policy", "policy-custom")])
+def test_removed_helper_of_tests_names_the_replacement(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=f"{name} was removed: .*{instead}"):
+        getattr(testing, name)
 
 
 def test_short_names_are_the_same_callbacks() -> None:

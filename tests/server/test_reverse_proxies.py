@@ -19,11 +19,12 @@ import pytest
 from tests.support import ROOT
 from tests.support.dashboard_pages import Page
 from tests.support.jobs import job
+from tests.support.replay import ReplayMonitor
 from tests.support.servers import ServerProcess, free_port, serving, wait_until_up
 from tests.support.tokens import bearer, make_token
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.energy import Measurement
 from zeus_plugins.protocol import GpuConfig
 
 pytestmark = pytest.mark.slow

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.replay import ReplayMonitor
 from tests.support.servers import ServerProcess
 from tests.support.service import trial_id
 from tests.support.tokens import make_token
 from tests.zeus_peer.peer import Launch, Peer
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.energy import Measurement
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import (
     ZEUS,

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 from sqlalchemy.engine import make_url
 
 from bso_server.storage.sqlite import SqliteFile, SyncStore
+from tests.support.replay import ReplayMonitor
 from zeus_plugins import JobSpec
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import ServerPort
-from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.energy import Measurement
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import GpuConfig, TrainingResult, TrialId, TrialView
 from zeus_plugins.training.session import TrialSession

@@ -8,10 +8,11 @@ from itertools import repeat
 from typing import Any
 
 from tests.support.exports import decoded
+from tests.support.replay import ReplayMonitor
 from tests.support.servers import ServerProcess
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.energy import Measurement
 from zeus_plugins.protocol import ZEUS, GpuConfig, JobView, TrialView
 from zeus_plugins.training.session import TrialSession
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tests.support.contract_double import ContractDouble
-from zeus_plugins.energy import EnergyMonitor, Measurement, ReplayMonitor
+from tests.support.replay import ReplayMonitor
+from zeus_plugins.energy import EnergyMonitor, Measurement
 from zeus_plugins.protocol import GpuConfig, JobSpec
 from zeus_plugins.training.session import TrialSession
 

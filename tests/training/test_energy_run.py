@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from tests.support.fake_trainer import FakeTrainer, on_each_rank
-from zeus_plugins.energy import EnergyUnavailableError, EpochMeter, Measurement, NvmlMonitor, ReplayMonitor
+from tests.support.replay import ReplayMonitor
+from zeus_plugins.energy import EnergyUnavailableError, EpochMeter, Measurement, NvmlMonitor
 from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training.energy_run import EnergyRun
 

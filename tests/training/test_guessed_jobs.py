@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from tests.support.fake_trainer import FakeTrainer, active, failing, on_each_rank, trial_of
+from tests.support.replay import ReplayMonitor
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import ServerPort
-from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.energy import Measurement
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import Fingerprint, GpuConfig, JobSpec, Origin
 from zeus_plugins.training.arguments import TrialOptions

@@ -26,12 +26,13 @@ from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, 
 from tests.support.embedded import monitor
 from tests.support.process_end import leave
 from tests.support.ranks import stories_of
+from tests.support.replay import ReplayMonitor
 from tests.support.servers import ServerProcess
 from tests.support.sessions import JOB, TRIAL, monitor_of
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.energy import Measurement
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOConfigError,

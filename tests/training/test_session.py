@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+from tests.support.replay import ReplayMonitor
 from tests.support.servers import ServerProcess
 from tests.support.sessions import GPUS, JOB, TRIAL, monitor_of, running_session, session_of, through_a_checkpoint
 from zeus_plugins.client.delivery import deliver_waiting
@@ -23,7 +24,7 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import NO_RETRIES
-from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, Measurement, ReplayMonitor
+from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, Measurement
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOConfigError,

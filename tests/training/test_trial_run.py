@@ -13,7 +13,8 @@ import torch
 
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.fake_trainer import FakeTrainer, active, failing, on_each_rank, trial_of
-from zeus_plugins.energy import Measurement, ReplayMonitor
+from tests.support.replay import ReplayMonitor
+from zeus_plugins.energy import Measurement
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOTokenError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import GpuConfig, JobSpec, PowerLimitChoice, PowerLimitSample
 from zeus_plugins.training import port

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zeus_plugins.energy.auto import auto
 from zeus_plugins.energy.cluster import ClusterMonitor
-from zeus_plugins.energy.estimate import EstimateMonitor, ReplayMonitor
+from zeus_plugins.energy.estimate import EstimateMonitor
 from zeus_plugins.energy.meter import EpochMeter
 from zeus_plugins.energy.monitor import DEFAULT_ESTIMATED_POWER_W, EnergyMonitor, EnergyUnavailableError, Measurement
 from zeus_plugins.energy.nvml import NvmlMonitor, NvmlPowerMonitor
@@ -25,7 +25,6 @@ __all__ = [
     "NvmlMonitor",
     "NvmlPowerMonitor",
     "RaplMonitor",
-    "ReplayMonitor",
     "WindowMonitor",
     "ZeusMonitorAdapter",
     "as_energy_monitor",

@@ -1,4 +1,4 @@
-"""Monitors that read no device: an estimate from stated watts, and a replay of listed measurements."""
+"""A monitor that reads no device: an estimate from stated watts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from zeus_plugins.energy.monitor import Measurement, OpenWindows, check_power_w
 from zeus_plugins.energy.processes import cpu_time_s, gpu_is_used, reports_cpu_time
-from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
+from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
 MAX_MODEL_LENGTH = 255
@@ -102,44 +102,6 @@ class EstimateMonitor:
             return Measurement(time_s, self._power_w * time_s, self._source(by_cpu_time=False))
         busy_s = max(ended_cpu_s - begun_cpu_s, 0.0) / _cores()
         return Measurement(time_s, self._power_w * busy_s, self._source(by_cpu_time=True))
-
-
-class ReplayMonitor:
-    """An `EnergyMonitor` that returns listed measurements in order.
-
-    Args:
-        measurements: One for each `end_window`, whatever the window's name. The iterable may be endless. The monitor
-            can be pickled if the iterable's iterator can (a list's can, a generator's cannot).
-        gpus: The devices of these measurements.
-    """
-
-    source = "replay"  # Each measurement keeps its listed source.
-
-    def __init__(self, measurements: Iterable[Measurement], gpus: GpuConfig) -> None:
-        self._remaining = iter(measurements)
-        self._given_out = 0
-        self._gpus = gpus
-        self._windows: OpenWindows[None] = OpenWindows()
-
-    def gpus(self) -> GpuConfig:
-        """Return the given devices."""
-        return self._gpus
-
-    def begin_window(self, name: str) -> None:
-        """See `EnergyMonitor.begin_window`."""
-        self._windows.open(name, lambda: None)
-
-    def end_window(self, name: str) -> Measurement:
-        """Close a window and return the next listed measurement; raise `ZeusBSOBadOperationError` if none is left."""
-        self._windows.close(name)
-        measurement = next(self._remaining, None)
-        if measurement is None:
-            raise ZeusBSOBadOperationError(
-                f"window {name!r} has no measurement left to replay: all {self._given_out} were given out;"
-                " list one for each window that is ended"
-            )
-        self._given_out += 1
-        return measurement
 
 
 def _cores() -> int:

@@ -1,18 +1,15 @@
-"""Tests of trainings without a GPU; docs/examples.md has examples.
-
-`ReplayMonitor` is an energy monitor that returns listed measurements.
-"""
+"""Names that were removed: their import raises an error that names the replacement."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Never
 
-from zeus_plugins.energy import ReplayMonitor
+_REMOVED = {
+    "ReplayMonitor": "EstimateMonitor(power_w=300.0) needs no GPU either",
+    "check_policy": "docs/policy-custom.md lists what to test of a policy",
+}
 
-__all__ = ["ReplayMonitor"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "check_policy":
-        raise AttributeError("check_policy was removed: docs/policy-custom.md lists what to test of a policy")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> Never:
+    instead = f"{name} was removed: {_REMOVED[name]}" if name in _REMOVED else f"no attribute {name!r}"
+    raise AttributeError(f"module {__name__!r}: {instead}")
