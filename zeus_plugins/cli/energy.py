@@ -166,8 +166,8 @@ def _execute(command: Sequence[str]) -> int:
             process.send_signal(number)
 
     with ExitStack() as restored:
-        for number in (*_FORWARDED, *_FROM_KEYBOARD):
-            restored.callback(signal.signal, number, signal.signal(number, forward))
+        for handled in (*_FORWARDED, *_FROM_KEYBOARD):
+            restored.callback(signal.signal, handled, signal.signal(handled, forward))
         process = subprocess.Popen(command)  # nosec B603  # noqa: S603 - the user's own command
         for number in received:
             process.send_signal(number)
