@@ -45,13 +45,11 @@ def create_app(settings: Settings | None = None) -> Litestar:
     """
     settings = settings or Settings()
     store = store_of(settings)
-    metrics = None
-    if settings.metrics != "off":
-        # Imported here, because other commands do not need its library.
-        from bso_server.metrics.prometheus import Metrics
+    # Imported here, because other commands do not need its library.
+    from bso_server.metrics.prometheus import Metrics
 
-        metrics = Metrics(TotalsReader(store).read, settings.metrics_jobs)
-        store.listener = metrics.hear
+    metrics = Metrics(TotalsReader(store).read, settings.metrics_jobs)
+    store.listener = metrics.hear
     service = BatchSizeService(store, Commands(leases=settings.leases, crash_retries=settings.crash_retries))
     tokens = Tokens(store)
     allowed_hosts = parts(settings.allowed_hosts)
@@ -63,7 +61,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         "source": JobPages(reader, Pages(tariff)),
         "fleet": FleetReader(store, tariff),
     }
-    routes = [] if metrics is None else [metrics_route(metrics.exposition, is_open=settings.metrics == "open")]
+    route = metrics_route(metrics.exposition, is_open=settings.metrics == "open")
 
     @asynccontextmanager
     async def lifespan(_app: Litestar) -> AsyncIterator[None]:
@@ -75,12 +73,11 @@ def create_app(settings: Settings | None = None) -> Litestar:
             yield
             task.cancel()
         finally:
-            if metrics is not None:
-                await metrics.close()
+            await metrics.close()
             await store.close()
 
     app = Litestar(
-        route_handlers=[*HANDLERS, *routes, PAGES, home],
+        route_handlers=[*HANDLERS, route, PAGES, home],
         dependencies={name: _provide(each) for name, each in dependencies.items()},
         middleware=[
             AccessControl(
@@ -111,7 +108,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         ),
     )
     # Not as middleware, because Litestar answers unknown routes before its middleware.
-    app.asgi_handler = RequestWatch(app.asgi_handler, request_done=None if metrics is None else metrics.request_done)
+    app.asgi_handler = RequestWatch(app.asgi_handler, metrics.request_done)
     return app
 
 

@@ -75,8 +75,7 @@ class Settings(BaseSettings):
         price_per_kwh: Price of a kilowatt-hour for the dashboard; None: it shows no money.
         currency: Currency of the price, such as ``EUR``.
         carbon_g_per_kwh: Grams of CO2 equivalent per kilowatt-hour; None: the dashboard shows none.
-        metrics: Access to the metrics: callers with the right to read jobs (``token``), everyone (``open``), no one
-            (``off``).
+        metrics: Access to the metrics: callers with the right to read jobs (``token``), or everyone (``open``).
         metrics_jobs: Pattern of the ids of jobs with metrics of their own, such as ``nightly-*``; None: no job.
 
     Raises:
@@ -111,7 +110,7 @@ class Settings(BaseSettings):
     price_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = None
     currency: Annotated[str, Field(max_length=10)] | None = None
     carbon_g_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    metrics: Literal["token", "open", "off"] = "token"
+    metrics: Literal["token", "open"] = "token"
     metrics_jobs: Annotated[str, Field(min_length=1, max_length=255)] | None = None
 
     @classmethod

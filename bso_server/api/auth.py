@@ -175,7 +175,8 @@ def _address_of(scope: AsgiScope, headers: Collection[bytes]) -> str | None:
 class RefusalLog:
     """Log of refused clients, with their address and the unverified id of their token.
 
-    Each period, further refusals of a logged sender, and of senders beyond `MOST_SENDERS`, are only counted.
+    Each period, further refusals of a logged sender, and of senders beyond `MOST_SENDERS`, are not logged; the metrics
+    count all refusals.
 
     Args:
         clock: A monotonic clock, in seconds.
@@ -187,7 +188,6 @@ class RefusalLog:
         self._listener = listener
         self._begun_at = clock()
         self._named: set[tuple[int, str, str | None]] = set()
-        self._unnamed = 0
 
     async def note(self, error: Exception, scope: AsgiScope) -> None:
         """Log the error with which a request is answered; an ``after_exception`` hook of Litestar."""
@@ -197,12 +197,13 @@ class RefusalLog:
         status = STATUS_OF[type(error)] if isinstance(error, BsoError) else getattr(error, "status_code", 500)
         if status not in _LOGGED and not isinstance(error, UntrustedHostError):
             return
-        self._begin_period()
-        client = scope["client"]
+        now, client = self._clock(), scope["client"]
+        if now - self._begun_at >= PERIOD_S:
+            self._begun_at = now
+            self._named.clear()
         token_id = token_id_in(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1"))
         sender = (status, "an unknown address" if client is None else client[0], token_id)
         if sender in self._named or len(self._named) == MOST_SENDERS:
-            self._unnamed += 1
             return
         self._named.add(sender)
         logger.warning(
@@ -215,20 +216,6 @@ class RefusalLog:
             # Without the text after the colon, which is advice to the client.
             (error.detail if isinstance(error, HTTPException) else str(error)).partition(":")[0],
         )
-
-    def _begin_period(self) -> None:
-        now = self._clock()
-        if now - self._begun_at < PERIOD_S:
-            return
-        if self._unnamed:
-            logger.warning(
-                "refused %d more requests within %.0f s, of senders that were named, or beyond %d of them",
-                self._unnamed,
-                PERIOD_S,
-                MOST_SENDERS,
-            )
-        self._begun_at, self._unnamed = now, 0
-        self._named.clear()
 
 
 def _reason_of(error: Exception, scope: AsgiScope) -> Refusal | None:

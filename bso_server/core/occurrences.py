@@ -30,15 +30,11 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransactionDone:
-    """A transaction has ended.
-
-    `duration_s` includes all attempts and all waiting; `repeats` counts the attempts that the database aborted.
-    """
+    """A transaction has ended; `duration_s` includes all attempts and all waiting."""
 
     writes: bool
     outcome: Outcome
     duration_s: float
-    repeats: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ package metadata, and no package can take their names. `find` returns a policy b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -129,31 +128,14 @@ _OWN = {
 }
 
 
-_given: dict[str, Policy] = {}
-
-
+# The cache is limited because names come from clients, too.
+@lru_cache(maxsize=256)
 def find(name: str) -> Policy:
     """Return the policy of this name, or a stand-in if it is not available. Results are cached for the process.
 
     With a stand-in, running trials continue to their own bounds. The stand-in raises an error in place of a suggestion,
     has no expected costs, and says in `Policy.missing` what to do.
     """
-    return _given.get(name) or _found(name)
-
-
-@contextmanager
-def given(name: str, policy: Policy) -> Iterator[str]:
-    """Let `find` return a policy that is not installed, for tests of that policy."""
-    _given[name] = policy
-    try:
-        yield name
-    finally:
-        del _given[name]
-
-
-# The cache is limited because names come from clients, too.
-@lru_cache(maxsize=256)
-def _found(name: str) -> Policy:
     found = [_OWN[name]] if name in _OWN else list(entry_points(group=GROUP, name=name))
     if not found:
         *others, last = names()

@@ -66,7 +66,6 @@ class Metrics:
             ("kind",),
             buckets=_TRANSACTION_S,
         )
-        self._repeats = counter("zeus_bso_transaction_repeats", "Attempts at transactions that the database broke off.")
         self._suggestions = counter("zeus_bso_suggestions", "Trials that were started.", ("policy", "origin"))
         self._ended = counter("zeus_bso_trials_ended", "Trials that have ended.", ("state",))
         self._abandoned = counter("zeus_bso_trials_abandoned", "Trials that were abandoned when their leases ended.")
@@ -104,11 +103,9 @@ class Metrics:
     def hear(self, occurrence: Occurrence) -> None:
         """Count an occurrence: a `core.occurrences.Listener`."""
         match occurrence:
-            case TransactionDone(writes, outcome, duration_s, repeats):
+            case TransactionDone(writes, outcome, duration_s):
                 self._transactions.labels(_KINDS[writes], outcome.value).inc()
                 self._transaction_times.labels(_KINDS[writes]).observe(duration_s)
-                if repeats:
-                    self._repeats.inc(repeats)
             case TrialStarted(policy, origin):
                 self._suggestions.labels(policy, origin.value).inc()
             case TrialEnded(TrialState.ABANDONED):

@@ -1,28 +1,18 @@
-"""Requests of a server: their ids, and log lines with these ids, as text or as JSON, without secrets."""
+"""Durations of requests, and log lines, as text or as JSON, without secrets."""
 
 from __future__ import annotations
 
 import json
 import logging
-import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
 from zeus_plugins.protocol import printable
 
-REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the current request."""
-
 Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
-
-_HEADER = b"x-request-id"
-
-# Ids of proxies and service meshes, without characters that could end a line or a quotation.
-_ID = re.compile(rb"[A-Za-z0-9._:@+/=-]{1,128}")
 
 # Status that proxies log if the client disconnects before the response begins.
 _LEFT = 499
@@ -48,10 +38,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: ``time``, ``level``, ``logger``, ``message``.
-
-    Lines about a request also have ``request_id``; errors have ``exception``.
-    """
+    """One JSON object per line: ``time``, ``level``, ``logger``, ``message``, and of errors ``exception``."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -61,8 +48,6 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if (request_id := REQUEST_ID.get()) is not None:
-            line["request_id"] = request_id
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return _without_secrets(json.dumps(line, ensure_ascii=False))
@@ -73,12 +58,12 @@ def _without_secrets(line: str) -> str:
 
 
 class RequestWatch:
-    """ASGI application that gives each request of `app` an id, and reports it to `request_done`.
+    """ASGI application that reports each request of `app` to `request_done`.
 
     `app` sets ``path_template`` in the scope to the template of the route.
     """
 
-    def __init__(self, app: Application, *, request_done: RequestDone | None = None) -> None:
+    def __init__(self, app: Application, request_done: RequestDone) -> None:
         self._app = app
         self._request_done = request_done
 
@@ -87,31 +72,16 @@ class RequestWatch:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, status = _id_of(scope["headers"]), _LEFT
+        begun, status = time.perf_counter(), _LEFT
 
-        async def send_with_id(message: Any) -> None:
+        async def send_and_note(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (_HEADER, request_id)]
             await send(message)
 
-        begun, known_as = time.perf_counter(), REQUEST_ID.set(request_id.decode())
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, send_and_note)
         finally:
-            REQUEST_ID.reset(known_as)
-            if self._request_done is not None:
-                duration_s = time.perf_counter() - begun
-                self._request_done(scope["method"], scope.get("path_template"), status, duration_s)
-
-
-def _id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the id in the headers of the client or a proxy, or a new one if it is missing or invalid."""
-    for name, value in headers:
-        if name == _HEADER:
-            if _ID.fullmatch(value):
-                return value
-            break
-    # Not `secrets`, which would take a tenth of the time of a report; an id is not a secret.
-    return b"%016x" % random.getrandbits(64)  # nosec B311
+            duration_s = time.perf_counter() - begun
+            self._request_done(scope["method"], scope.get("path_template"), status, duration_s)

@@ -171,7 +171,6 @@ class Retries:
         self._lost_deadline = Deadline(PATIENCE_S)
         self._begun = time.monotonic()
         self._failed: Counter[Failure] = Counter()
-        self.repeats = 0
 
     @property
     def attempts(self) -> int:
@@ -195,7 +194,6 @@ class Retries:
         if wait_s + took_s >= self._deadline.left_s:
             return None
         self._begun = time.monotonic() + wait_s
-        self.repeats += 1
         return wait_s
 
     def given_up(self, error: Exception) -> Exception:

@@ -465,7 +465,7 @@ class Store:
                 raise
             finally:
                 took_s = time.monotonic() - begun
-                self.listener(TransactionDone(not read_only, outcome, took_s, retries.repeats))
+                self.listener(TransactionDone(not read_only, outcome, took_s))
         if self._health.fault is not None and not read_only:
             self._health.mended(self.description)
         return done

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from bso_server.core.model import History, Suggestion
-from bso_server.core.policy import Policy, given
+from bso_server.core.policy import Policy
 from tests.support import ROOT, warm
 from tests.support.embedded import (
     GPUS,
@@ -33,6 +33,7 @@ from tests.support.embedded import (
     trial_to_its_end,
     written_without_pause,
 )
+from tests.support.policies import given
 from tests.support.servers import bso_server, serving
 from zeus_plugins import BatchSizeOptimizer
 from zeus_plugins.cli import main

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bso_server.core.policy import GROUP, _found, find, names
+from bso_server.core.policy import GROUP, find, names
 from bso_server.errors import PolicyNotInstalledError
 from bso_server.service.health import differences
 from tests.support import ROOT, jobs
@@ -55,7 +55,7 @@ class Packages:
         for file in cached.glob(f"{package}.*.pyc"):
             file.unlink()
         importlib.invalidate_caches()
-        _found.cache_clear()
+        find.cache_clear()
 
 
 # The worked example.
@@ -71,7 +71,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packag
     folder = tmp_path / "packages"
     folder.mkdir()
     yield Packages(folder, monkeypatch)
-    _found.cache_clear()
+    find.cache_clear()
 
 
 @pytest.fixture

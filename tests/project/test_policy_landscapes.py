@@ -19,10 +19,11 @@ from benchmarks.policies.landscapes import FAMILIES, MadeJob, made_jobs
 from benchmarks.reports import read_policy_results
 from benchmarks.tables import policy_tables
 from bso_server.core.model import EpochBound, Expectations, ExpectedCost, History, Suggestion
-from bso_server.core.policy import Policy, given
+from bso_server.core.policy import Policy
 from bso_server.simulate import results
 from bso_server.simulate.results import Setting, landscape_of
 from bso_server.simulate.workload import Landscape
+from tests.support.policies import given
 from tests.support.simulated import WORKLOAD, only
 from zeus_plugins.protocol import Origin, TrialState
 

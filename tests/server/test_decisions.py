@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from bso_server.core.model import History, Suggestion
-from bso_server.core.policy import Policy, given
+from bso_server.core.policy import Policy
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.service import commands
 from bso_server.service.decisions import TRIES, Basis, Decided, decide, turn
 from bso_server.service.loading import known_job
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
+from tests.support.policies import given
 from tests.support.service import JobService, new_job
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, CreatedJob, Origin
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bso_server.core.model import History, Suggestion, TrialRecord
-from bso_server.core.policy import Memory, Policy, given
+from bso_server.core.policy import Memory, Policy
 from bso_server.errors import ComputeFirstError
 from bso_server.service import reading
 from bso_server.service.loading import known_job
@@ -22,6 +22,7 @@ from bso_server.storage.queries import latest_trials
 from bso_server.storage.sqlite import SyncStore
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
+from tests.support.policies import given
 from tests.support.service import JobService, new_job, open_store, run_apart
 from zeus_plugins.protocol import CreatedJob, Origin, TrialState
 

@@ -136,11 +136,6 @@ class TestAccess:
             assert (await http.get("/api/jobs", headers=forwarded)).status_code == 403
             assert (await http.get("/metrics", headers=forwarded)).status_code == 200
 
-    async def test_metrics_can_be_disabled(self, tmp_path: Path) -> None:
-        async with watched(tmp_path, metrics="off") as http:
-            assert (await http.get("/metrics")).status_code == 404
-            assert "x-request-id" in (await http.get("/version")).headers
-
 
 class TestListeners:
     """Listeners of a store hear only about committed changes."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from pydantic import TypeAdapter
 
+from bso_server.core import policy as policies
 from bso_server.core.job import InMemoryJob, replay
 from bso_server.core.model import History, Report, TrialRecord
-from bso_server.core.policy import find, installed
+from bso_server.core.policy import Policy, find, installed
 from bso_server.errors import NoSurvivorError
 from tests.support.histories import make_job
 from zeus_plugins.protocol import OWN_POLICIES, Ending, Origin, TrialState
@@ -23,6 +26,18 @@ T = TypeVar("T")
 MAX_EPOCHS = 20
 SIZES = ((32,), (8, 16, 32, 64, 128), tuple(range(8, 520, 8)))
 """The batch sizes of the jobs, by seed."""
+
+
+@contextmanager
+def given(name: str, policy: Policy) -> Iterator[str]:
+    """Let `find` return a policy that is not installed."""
+    policies._OWN[name] = cast("Any", SimpleNamespace(load=lambda: policy))
+    find.cache_clear()
+    try:
+        yield name
+    finally:
+        del policies._OWN[name]
+        find.cache_clear()
 
 
 def check_policy(policy: str, *, seeds: Iterable[int], trials: int = 40) -> None:
