@@ -347,16 +347,6 @@ def test_two_trainings_wait_differently() -> None:
     assert len({Retries().wait_s(3) for _ in range(20)}) == 20
 
 
-def test_forked_process_opens_a_new_connection() -> None:
-    client = Troubled().client()
-    connection = client._connection()
-    assert client._connection() is connection
-    client._http_pid += 1  # a child has another pid
-    assert client._connection() is not connection
-    connection.close()
-    client.close()
-
-
 def test_status_of_an_error_distinguishes_outages_from_refusals() -> None:
     assert all(ZeusBSORuntimeError("", status=status).is_outage for status in (None, 500, 503, 429, 408))
     assert not any(ZeusBSORuntimeError("", status=status).is_outage for status in (404, 409, 302, 200))

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import uuid
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from tests.support.outboxes import (
     taken_from,
 )
 from tests.support.properties import examples
-from tests.support.servers import ServerProcess, bso_server, free_port
+from tests.support.servers import ServerProcess
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import Delivered, deliver, deliver_waiting
 from zeus_plugins.client.http import BsoClient
@@ -202,7 +201,13 @@ def test_truncated_file_loses_at_most_the_last_line(
     assert taken_from(outbox, box.path) == [*THREE[delivered:whole], Ending(detail="after the cut")]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}\n", b"something else\n", b'{"format": "zeus-outbox", "version": 2}\n'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"\n\n\n", b"no line", b"{}\n", b"something else\n", b'{"somebody": "else"}\nand half a line'),
+        b'{"format": "zeus-outbox", "version": 2}\n',
+    ],
+)
 def test_invalid_file_is_reported_and_left_unchanged(outbox: Outbox, content: bytes) -> None:
     path = left_by(outbox, sender(), *THREE)
     path.write_bytes(content)
@@ -363,12 +368,13 @@ def answering(status: int, **answer: Any) -> BsoClient:
 @pytest.mark.parametrize(
     ("status", "answer"),
     [
+        (401, {"json": {"message": "the token is unknown"}}),
         (403, {"json": {"message": "trial 1 was dispatched to another token"}}),
         (404, {"text": "404 page not found"}),
         (302, {"headers": {"location": "https://login.example"}}),
         (200, {"text": "<html>down for maintenance</html>"}),
     ],
-    ids=["another token's", "a proxy without its server", "a login page", "a page instead"],
+    ids=["a refused token", "another token's", "a proxy without its server", "a login page", "a page instead"],
 )
 def test_temporarily_undeliverable_file_stays_without_blocking_the_next(
     outbox: Outbox, status: int, answer: dict[str, Any]
@@ -467,19 +473,3 @@ def test_sync_reports_results_set_aside(outbox: Outbox, client: BsoClient, capsy
     assert f"{aside}: set aside" in told
     assert complaint == "zeus-plugins: some reports could not be delivered: a server refused them for good\n"
     assert main(["sync"]) == 0
-
-
-def test_sync_with_a_refused_token_keeps_the_results(outbox: Outbox, tmp_path: Path) -> None:
-    server = ServerProcess(f"sqlite:///{tmp_path / uuid.uuid4().hex}.sqlite3", tmp_path / "log", free_port())
-    path = left_by(outbox, sender(TRIAL, url=server.url), evaluation(1))
-    server.start()
-    try:
-        whose = ["--name", "me", "--scope", "report", "--database-url", server.database_url]
-        made = bso_server("token", "create", *whose)
-        assert made.returncode == 0, made.stderr
-        refused = sync("--token", "bso_nobody_knows", "--server-url", server.url)
-    finally:
-        server.stop()
-    assert refused.returncode == 1
-    assert "does not accept the token" in refused.stdout
-    assert outbox.waiting() == [path]  # the results are not at fault

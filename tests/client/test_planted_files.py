@@ -50,19 +50,6 @@ def test_ending_of_a_second_rank_is_read_only_from_the_outbox(
 # --- Foreign files ----------------------------------------------------------------------------------------------------
 
 
-FOREIGN = b'{"somebody": "else"}\nand half a line'
-
-
-@pytest.mark.parametrize("content", [FOREIGN, FOREIGN * 2, b"\n" * 3, b"no line"])
-def test_foreign_file_stays_unchanged(outbox: Outbox, content: bytes) -> None:
-    left_by(outbox, sender(), *FIVE)
-    path = outbox.directory / "notes.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(OutboxFileError):
-        outbox.open(path)
-    assert path.read_bytes() == content
-
-
 def test_symbolic_link_is_not_followed(outbox: Outbox, tmp_path: Path) -> None:
     path = left_by(outbox, sender(), *FIVE)
     target = tmp_path / "thesis.jsonl"

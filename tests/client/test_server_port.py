@@ -101,13 +101,6 @@ def refused(
     assert not getattr(caught.value, "is_foreign", False)
 
 
-def test_registration_revises_a_job_only_if_requested(port: ServerPort, job: CreatedJob) -> None:
-    revised = port.register(job.model_copy(update={"max_epochs": 9, "revise": True}))
-    assert revised == port.show_job(job.job_id).job == job.model_copy(update={"max_epochs": 9})
-    with refused(409, r"begun with target 0\.5, .* for 0\.8 use another job_id", kind=ZeusBSOConfigError):
-        port.register(job.model_copy(update={"target_metric": 0.8, "revise": True}))
-
-
 def test_repeated_registration_finds_the_job_and_a_different_registration_conflicts(
     port: ServerPort, job: CreatedJob
 ) -> None:
@@ -143,38 +136,12 @@ def test_job_is_shown_with_all_or_the_latest_trials(port: ServerPort, job: Creat
     assert [trial.trial_number for trial in port.show_job(job_id, limit=2).trials] == [2, 3]
 
 
-def test_job_without_an_id_gets_a_unique_id(port: ServerPort) -> None:
-    spec = JobSpec(job_id_prefix="nameless", batch_sizes=(8,), default_batch_size=8)
-    ids = {port.register(JobSpecFromClient.of(spec, GPUS)).job_id for _ in range(2)}
-    assert len(ids) == 2
-    assert all(job_id.startswith("nameless-") for job_id in ids)
-
-
 def test_suggestion_with_the_same_key_is_the_same_trial(port: ServerPort, trial: TrialId) -> None:
     assert name_of(port.request_trial(trial.job_id, "first")) == trial
     assert port.request_trial(trial.job_id).trial_number == 2
     port.end_trial(trial)
     with refused(409, "which has ended"):
         port.request_trial(trial.job_id, "first")
-
-
-def test_unknown_job_or_trial_gets_404(port: ServerPort, trial: TrialId) -> None:
-    nobody = trial.model_copy(update={"trial_number": 99})
-    for ask in (
-        lambda: port.request_trial("nobody"),
-        lambda: port.show_job("nobody"),
-        lambda: port.record_offline(OfflineTrial(job_id="nobody", batch_size=8), "key"),
-        *messages(port, nobody),
-    ):
-        with refused(404):
-            ask()
-
-
-def test_mismatched_batch_size_of_a_trial_is_refused(port: ServerPort, trial: TrialId) -> None:
-    other = trial.model_copy(update={"batch_size": 8 if trial.batch_size == 16 else 16})
-    for ask in messages(port, other):
-        with refused(422, f"has batch size {trial.batch_size}"):
-            ask()
 
 
 def test_repeated_report_gets_the_same_answer_and_a_late_report_conflicts(port: ServerPort, trial: TrialId) -> None:
