@@ -7,10 +7,10 @@ package metadata, and no package can take their names. `find` returns a policy b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, reduce
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -64,12 +64,15 @@ class Memory(Generic[Remembered]):
             `other_gpus` says nothing about costs on the job's present GPUs.
         learned: Returns the epochs with which a job of the same training on other GPUs may begin (`CreatedJob.warm`);
             None if the policy has no warm starts.
+        after_all: Returns the memory after several trials, exactly as `after` for one after the other does, but faster.
+            None if the policy has no faster way.
     """
 
     kind: type[Remembered]
     begin: Callable[[CreatedJob], Remembered]
     after: Callable[[Remembered, CreatedJob, TrialRecord], Remembered]
     learned: Callable[[Remembered, CreatedJob], tuple[LearnedEpochs, ...]] | None = None
+    after_all: Callable[[Remembered, CreatedJob, Sequence[TrialRecord]], Remembered] | None = None
 
 
 def own_bound(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> StopRule:  # noqa: ARG001 - the signature is the interface's
@@ -353,12 +356,16 @@ def memory_after(job: CreatedJob, memory: Any, ended: Iterable[TrialRecord]) -> 
     kept = find(job.policy).memory
     if kept is None:
         return None
-    for trial in ended:
-        # An abandoned trial may be revived, which cancels its end. A removed size has no place in a memory. A trial
-        # that only finishes another trial's run says nothing about a whole run.
-        if trial.state in FINAL and trial.batch_size in job.batch_sizes and trial.origin is not Origin.FINISH:
-            memory = kept.after(memory, job, trial)
-    return memory
+    # An abandoned trial may be revived, which cancels its end. A removed size has no place in a memory. A trial
+    # that only finishes another trial's run says nothing about a whole run.
+    counted = [
+        trial
+        for trial in ended
+        if trial.state in FINAL and trial.batch_size in job.batch_sizes and trial.origin is not Origin.FINISH
+    ]
+    if kept.after_all is not None:
+        return kept.after_all(memory, job, counted)
+    return reduce(lambda known, trial: kept.after(known, job, trial), counted, memory)
 
 
 def bandit_entered_from_the_start(job: CreatedJob) -> int | None:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -181,7 +180,7 @@ def test_crashed_trial_shows_the_cost_of_an_epoch() -> None:
         life.move(life.trials[-1], TrialState.FAILED, cost_j=10.0 + second_j)
         # The second crash adds no evidence to the first.
         belief = life.belief(32)
-        assert replace(belief, crashed=0) == Belief(costs=belief.costs, are_costs_guessed=False)
+        assert belief._replace(crashed=0) == Belief(costs=belief.costs, are_costs_guessed=False)
         assert belief.costs == (pytest.approx(CostRun(math.log(11), 1, number=belief.costs[0].number)),)
 
 
@@ -326,7 +325,7 @@ def test_incumbent_may_use_twice_the_expected_epochs() -> None:
     # Misses of other sizes do not count. From its second consecutive miss on, the incumbent's bound doubles each time.
     beliefs = beliefs_of(life.history, ())
     for missed, of_other, times in ((1, 3, 2), (2, 0, 4), (3, 0, 8)):
-        rows = (replace(each, missed=missed if index == 3 else of_other) for index, each in enumerate(beliefs))
+        rows = (each._replace(missed=missed if index == 3 else of_other) for index, each in enumerate(beliefs))
         forecast = Forecast.of(life.history, tuple(rows), ())
         given = bound(life.job.model_copy(update={"max_epochs": 500}), forecast, 3, Origin.INCUMBENT)
         assert given.reason.startswith(f"{times} times its expected epochs, 10")
@@ -453,7 +452,7 @@ def test_absurd_numbers_raise_no_error(costs: list[float], epochs: list[float], 
         life.report(life.ask(), cost_j, epoch=epoch, metric=metric)
     assert life.ask().batch_size in (8, 16, 32)
     # The memory is stored as JSON.
-    json.dumps([asdict(belief) for belief in life.history.memory], allow_nan=False)
+    json.dumps([belief._asdict() for belief in life.history.memory], allow_nan=False)
 
 
 def test_guess_changing_the_incumbent_stops_no_trial() -> None:

@@ -19,17 +19,19 @@ from bso_server.core.gp_voi.beliefs import (
     Streak,
     Surprises,
     after,
+    after_all,
     after_outcome,
+    begun,
     beliefs_with,
     posterior_of,
 )
-from bso_server.core.gp_voi.gaussian_process import cost_posterior
+from bso_server.core.gp_voi.gaussian_process import cost_posterior, epochs_posterior
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, epoch_variance, run_variance, summary_of
 from bso_server.core.model import Report, TrialRecord, after_other_rank, after_report, cost_deviations_j2
 from tests.support.histories import make_job, new_life
 from tests.support.properties import examples
-from zeus_plugins.protocol import Origin, TrialState
+from zeus_plugins.protocol import CreatedJob, GpuConfig, LearnedEpochs, Origin, TrialState, WarmStart
 
 SIZES = Sizes((8, 16, 32, 64, 128), 3)
 TRIAL = TrialRecord(trial_number=1, batch_size=64, state=TrialState.RUNNING, origin=Origin.EXPLORATION)
@@ -154,7 +156,7 @@ def test_start_up_comes_from_the_nearest_size_with_a_known_start_up() -> None:
 def test_success_ends_a_streak() -> None:
     # Failures are rare, so that this is a streak with a large chance and no sign of a change.
     beliefs = learned([outcome(3, 10)])
-    beliefs = tuple(replace(each, failures=2.0) if each.converged else each for each in beliefs)
+    beliefs = tuple(each._replace(failures=2.0) if each.converged else each for each in beliefs)
     beliefs = after_outcome(SIZES, beliefs, outcome(3, 50, reached=False, conclusive=True))
     assert beliefs[3].streak.length == 1
     assert after_outcome(SIZES, beliefs, outcome(3, 10))[3].streak == Streak()
@@ -175,7 +177,7 @@ def test_three_surprises_in_a_row_mean_a_change_of_the_job() -> None:
     assert Surprises().including(4.0).including(4.0).including(-0.5) == Surprises(up=6.0, down=0.0)
     assert Surprises(up=6.0).including(-40.0) == Surprises(up=1.5, down=3.5)
     assert Surprises(up=6.0).including(4.0).most > CONSTANTS.cusum_bound > Surprises(up=3.5).including(4.0).most
-    near = beliefs_with(once, replace(once[3], surprises=Surprises(up=7.0)), 3)
+    near = beliefs_with(once, once[3]._replace(surprises=Surprises(up=7.0)), 3)
     changed = after_outcome(SIZES, near, off_by(40.0))
     assert changed[2].observed.weight == pytest.approx(CONSTANTS.kept_weight * CONSTANTS.forgetting)
     assert changed[3].observed.weight == pytest.approx((CONSTANTS.kept_weight + 1) * CONSTANTS.forgetting)
@@ -204,6 +206,49 @@ def test_doubled_epochs_are_noticed_in_noise() -> None:
             beliefs = after_outcome(SIZES, beliefs, outcome(3, 40 * math.exp(0.32 * rng.standard_normal())))
             weights.append(beliefs[3].observed.weight)
         assert min(weights) < 10
+
+
+def history_of(job: CreatedJob, runs: int, seed: int) -> list[TrialRecord]:
+    """Return ended trials of random sizes, of which a tenth missed the target or crashed; all double half-way."""
+    rng, trials = np.random.default_rng(seed), []
+    ends = (TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED, TrialState.FAILED)
+    for number in range(1, runs + 1):
+        size = int(rng.choice(job.batch_sizes))
+        times = 2 if number > runs / 2 else 1
+        epochs = max(2, round(times * 10 * math.exp(rng.normal(0, 0.1))))
+        epoch_j = times * (1000 / size + 10) * math.exp(rng.normal(0, 0.05))
+        state = ends[int(rng.choice(4, p=(0.9, 0.04, 0.03, 0.03)))]
+        first = {"first_epoch": 1.0, "first_time_s": 2.0, "first_energy_j": 2 * epoch_j}
+        totals = {"report_count": epochs, "epoch": epochs, "time_s": epochs, "energy_j": epochs * epoch_j}
+        trials.append(replace(TRIAL, trial_number=number, batch_size=size, state=state, **first, **totals))
+    return trials
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_replay_equals_learning_one_by_one_with_few_posteriors(warm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(SIZES.batch_sizes, 64)
+    if warm:
+        # The first own run at 64 refutes the other job.
+        known = {"sd": 0.3, "weight": 20.0, "reached": True}
+        epochs = [LearnedEpochs(batch_size=s, log_epochs=math.log(e), **known) for s, e in ((32, 10), (64, 40))]
+        job = job.model_copy(
+            update={
+                "warm": WarmStart(
+                    job_id="other", gpus=GpuConfig(max_power=1.0, number_of_gpus=1, gpu_model="B"), epochs=tuple(epochs)
+                )
+            }
+        )
+    decompose, calls = np.linalg.eigh, []
+    monkeypatch.setattr(np.linalg, "eigh", lambda a: (calls.append(a), decompose(a))[1])
+    trials = history_of(job, 200, seed=6)
+    found = after_all(begun(job), job, trials)
+    together, expected = len(calls), begun(job)
+    epochs_posterior.cache_clear()
+    for trial in trials:
+        expected = after(expected, job, trial)
+    assert found == expected
+    assert warm or together < 0.4 * (len(calls) - together)
+    assert sum(belief.exact.weight for belief in found) < 150
 
 
 # --- Evidence of runs about the cost of an epoch: means, and spread of epochs -----------------------------------------
@@ -340,6 +385,17 @@ def test_dear_runs_in_a_row_on_a_busy_machine_are_no_change() -> None:
     uneven = [CostRun(2.0, 100, 100.0, 99)] * 3 + [CostRun(3.0, 1.0)] * 2
     assert change_of([tuple(uneven)], 0) is None
     assert change_of([tuple(run._replace(epochs=100) for run in uneven)], 0) is not None
+
+
+@given(st.floats(0.03, 0.08), st.floats(0, 0.005), st.integers(2, 6))
+@settings(max_examples=examples(50), deadline=None)
+def test_shortcut_for_small_changes_misses_no_change(change: float, noise: float, before: int) -> None:
+    even = runs_of(*[1.0, 1.0 + noise] * 4)
+    sizes = [runs_of(*[1.0] * before, 1.0 + change, 1.0 + change), *[even] * 5]
+    found = change_of(sizes, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bso_server.core.gp_voi.run_costs._least_change", lambda: 0.0)
+        assert change_of(sizes, 0) == found
 
 
 absurd_runs = st.builds(

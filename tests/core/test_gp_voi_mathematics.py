@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from bso_server.core.gp_voi.gaussian_process import (
-    Component,
     Posterior,
+    Seen,
     WeightedStatistics,
     cost_posterior,
     epochs_posterior,
+    expected_runs,
     hazard,
     log_cdf,
     moments_given_larger,
 )
-from bso_server.core.gp_voi.prior import CONSTANTS, Array, Sizes, laws
+from bso_server.core.gp_voi.prior import CONSTANTS, Array, Family, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, summary_of
 from tests.support.properties import examples
 
@@ -95,12 +96,19 @@ def kernel(part: str) -> Array:
     return np.array(smooth) + own_sd**2 * np.eye(COUNT) + CONSTANTS.level_variance
 
 
+def families_of_epochs() -> tuple[Family, ...]:
+    """Return the families, without the hypotheses of probability 0."""
+    both = laws(SIZES).epochs
+    kept = np.isfinite(both.log_weights)
+    return tuple(Family(both.means[n, kept[n]], both.log_weights[n, kept[n]], both.kernel[n]) for n in range(len(kept)))
+
+
 def has_row(means: Array, row: Sequence[float]) -> bool:
     return bool((np.abs(means - np.array(row)).max(axis=1) < 1e-12).any())
 
 
 def test_laws_of_epochs_at_literal_sizes() -> None:
-    means = laws(Sizes((16, 32), 1)).epochs[0].means
+    means = laws(Sizes((16, 32), 1)).epochs.means[0]
     # Flat; a critical batch size of 8 with both exponents; again with sizes below 2^2.5 and 2^3.5 too small.
     for row in (
         [0, 0],
@@ -130,9 +138,9 @@ def test_laws_hold_for_any_job(batch_sizes: set[int], default: int) -> None:
     sizes = Sizes(tuple(sorted(batch_sizes)), default % len(batch_sizes))
     found, x = laws(sizes), np.log2(sorted(batch_sizes))
     assert found.octaves == pytest.approx(np.abs(x[:, None] - x[None, :]))
-    assert sum(np.exp(each.log_weights).sum() for each in found.epochs) == pytest.approx(1)
+    assert np.exp(found.epochs.log_weights).sum() == pytest.approx(1)
     assert np.exp(found.costs.log_weights).sum() == pytest.approx(1)
-    steps, lawful = np.diff(x) * math.log(2), found.epochs[0].means
+    steps, lawful = np.diff(x) * math.log(2), found.epochs.means[0]
     slopes = np.diff(lawful) / steps
     # Epochs rise at most linearly with the batch size, fall at most with its square, and never fall after a rise.
     assert (slopes <= max(CONSTANTS.exponents) + 1e-9).all()
@@ -150,7 +158,7 @@ def test_laws_hold_for_any_job(batch_sizes: set[int], default: int) -> None:
 
 
 def test_residuals_of_the_laws_have_the_documented_kernels() -> None:
-    (lawful, lawless), costs = laws(SIZES).epochs, laws(SIZES).costs
+    (lawful, lawless), costs = families_of_epochs(), laws(SIZES).costs
     for part, family in (("smooth", lawful), ("lawless", lawless), ("cost", costs)):
         assert family.kernel == pytest.approx(kernel(part), abs=1e-12)
     assert lawless.means.tolist() == [[0.0] * COUNT]
@@ -191,9 +199,9 @@ def mixed(families: Sequence[tuple[Sequence[Array], Array, Sequence[float]]]) ->
 def total_covariance(posterior: Posterior) -> Array:
     """Return the covariance of the expectation, within components and between them."""
     spread = np.zeros((len(posterior.mean), len(posterior.mean)))
-    for each in posterior.components:
-        for mean, weight in zip(each.means, each.weights, strict=True):
-            spread += weight * (each.covariance + np.outer(mean - posterior.mean, mean - posterior.mean))
+    for means, weights, covariance in zip(posterior.means, posterior.weights, posterior.covariances, strict=True):
+        for mean, weight in zip(means, weights, strict=True):
+            spread += weight * (covariance + np.outer(mean - posterior.mean, mean - posterior.mean))
     return spread
 
 
@@ -212,7 +220,7 @@ def test_posterior_of_epochs_matches_joint_distribution_of_single_runs(runs: lis
     """Compute each hypothesis from the joint distribution of all sizes and runs instead of the mean of each size."""
     per_size = [[y for index, y in runs if index == size] for size in range(COUNT)]
     exact = tuple(map(statistics, per_size))
-    found = epochs_posterior(SIZES, exact, exact, 1.0)
+    found = epochs_posterior(SIZES, Seen(exact, exact, 1.0))
 
     seen = [index for index, ys in enumerate(per_size) if ys]
     averages = np.array([np.mean(per_size[index]) for index in seen])
@@ -222,7 +230,7 @@ def test_posterior_of_epochs_matches_joint_distribution_of_single_runs(runs: lis
     for sd in CONSTANTS.run_sds:
         variance = max(sd * sd, math.exp(-2 * level) / 12)
         log_prior = stats.norm.logpdf(math.log(sd), math.log(CONSTANTS.run_sd), CONSTANTS.run_sd_spread)
-        for family, part in zip(laws(SIZES).epochs, ("smooth", "lawless"), strict=True):
+        for family, part in zip(families_of_epochs(), ("smooth", "lawless"), strict=True):
             covariance = kernel(part)
             noisy = covariance[np.ix_(seen, seen)] + np.diag([variance / len(per_size[index]) for index in seen])
             means, log_weights, misfits = [], [], []
@@ -239,11 +247,27 @@ def test_posterior_of_epochs_matches_joint_distribution_of_single_runs(runs: lis
             chances.append(max(log_weights) + math.log(weights.sum()))
     shares = np.exp(np.array(chances) - max(chances))
     assert found.run_variance == pytest.approx(shares @ variances / shares.sum(), rel=1e-3)
-    assert sum(each.weights.sum() for each in found.components) == pytest.approx(1)
+    assert found.weights.sum() == pytest.approx(1)
     mean, covariance = mixed(families)
     assert found.mean == pytest.approx(mean, abs=1e-5)
     assert total_covariance(found) == pytest.approx(covariance, abs=1e-5)
     assert found.variance == pytest.approx(np.diag(covariance), abs=1e-5)
+
+
+@given(st.lists(st.one_of(lawful_runs, any_runs), min_size=1, max_size=20), st.integers(0, 4))
+@settings(max_examples=examples(20), deadline=None)
+def test_expected_runs_are_those_of_posteriors_and_equal_in_a_list_and_alone(
+    histories: list[list[tuple[int, float]]], index: int
+) -> None:
+    seen = []
+    for runs in histories:
+        exact = tuple(statistics([y for at, y in runs if at == size]) for size in range(COUNT))
+        seen.append(Seen(tuple(each.scaled(0.9) for each in exact), exact, 0.5))
+    indices = [(index + place) % COUNT for place in range(len(seen))]
+    found = expected_runs(SIZES, seen, indices)
+    for one, at, expected in zip(seen, indices, found, strict=True):
+        assert expected_runs(SIZES, [one], [at]) == [expected]
+        assert expected == pytest.approx(epochs_posterior(SIZES, one).of_run(at), rel=1e-6)
 
 
 cost_runs = st.lists(
@@ -333,22 +357,20 @@ def run_of(log_cost: float, epochs: float = math.inf, doubt: float = 0.0) -> Cos
 
 def test_running_trials_are_believed_to_end_as_expected() -> None:
     seen = (statistics([2.0, 2.1]), WeightedStatistics(), statistics([1.5]), WeightedStatistics(), WeightedStatistics())
-    before = epochs_posterior(SIZES, seen, seen, 1.0)
+    before = epochs_posterior(SIZES, Seen(seen, seen, 1.0))
     after = before.believing({1: 2, 3: 1})
     flown, noise = [1, 1, 3], np.full(3, before.run_variance)
-    for old, new in zip(before.components, after.components, strict=True):
-        assert (old.means == new.means).all()
-        assert (old.weights == new.weights).all()
-        covariance = conditioned(old.means[0], old.covariance, flown, old.means[0][flown], noise)[1]
-        assert new.covariance == pytest.approx(covariance, abs=1e-9)
+    assert (before.means == after.means).all()
+    assert (before.weights == after.weights).all()
+    for means, old, new in zip(before.means, before.covariances, after.covariances, strict=True):
+        assert new == pytest.approx(conditioned(means[0], old, flown, means[0][flown], noise)[1], abs=1e-9)
     assert before.believing({}) is before
 
 
 MIXTURE = Posterior(
-    (
-        Component(np.array([[0.0, 1.0], [2.0, 1.5]]), np.array([0.3, 0.2]), np.array([[0.04, 0.03], [0.03, 0.09]])),
-        Component(np.array([[1.0, -1.0]]), np.array([0.5]), np.array([[0.25, 0.0], [0.0, 0.0]])),
-    ),
+    np.array([[[0.0, 1.0], [2.0, 1.5]], [[1.0, -1.0], [9.0, 9.0]]]),
+    np.array([[0.3, 0.2], [0.5, 0.0]]),
+    np.array([[[0.04, 0.03], [0.03, 0.09]], [[0.25, 0.0], [0.0, 0.0]]]),
     0.25,
 )
 
@@ -360,7 +382,7 @@ def test_moments_of_a_mixture_by_hand() -> None:
     assert MIXTURE.variance.tolist() == pytest.approx([within[0] + between[0], within[1] + between[1]])
     # A run's own luck adds to the variance of an uncertain cost, and a certain cost keeps a variance above 0.
     assert MIXTURE.of_run(1) == pytest.approx((0.1, MIXTURE.variance[1] + 0.25))
-    sure = Posterior((Component(np.array([[1.0]]), np.array([1.0]), np.array([[-1e-18]])),), 0.25)
+    sure = Posterior(np.array([[[1.0]]]), np.array([[1.0]]), np.array([[[-1e-18]]]), 0.25)
     assert sure.of_run(0) == pytest.approx((1.0, 0.25))
     assert sure.variance[0] > 0
 

@@ -13,7 +13,7 @@ from scipy import stats
 from bso_server.core.gp_voi import forecast as forecasts
 from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.gp_voi.forecast import Forecast
-from bso_server.core.gp_voi.gaussian_process import Component, Posterior, WeightedStatistics
+from bso_server.core.gp_voi.gaussian_process import Posterior, WeightedStatistics
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, Sizes
 from bso_server.core.gp_voi.run_costs import CostRun
 from bso_server.core.gp_voi.value import bound_of_try, stop_shares, unbounded, worths
@@ -55,7 +55,7 @@ def forecast_of(
 
 def belief(mean: Sequence[float], sd: Sequence[float], run_sd: float) -> Posterior:
     covariance = np.outer(sd, sd) * (0.3 + 0.7 * np.eye(len(sd)))
-    return Posterior((Component(np.array([mean]), np.array([1.0]), covariance),), run_sd**2)
+    return Posterior(np.array([[mean]]), np.array([[1.0]]), np.array([covariance]), run_sd**2)
 
 
 def worth_by_loops(
@@ -175,7 +175,7 @@ def test_stopped_size_may_break_the_laws_only_beyond_the_survived_epochs() -> No
     epochs, costs = belief([2.0] * 3, [1e-6] * 3, 0.08), belief([1.0] * 3, [1e-6] * 3, 0.02)
     forecast = forecast_of(epochs, costs, unseen=(2,))
     fresh = np.sort(forecast.samples.log_epochs[:, 2])
-    stopped = replace(forecast.beliefs[2], costs=(CostRun(1.0, math.inf),), survived=math.exp(1.7))
+    stopped = forecast.beliefs[2]._replace(costs=(CostRun(1.0, math.inf),), survived=math.exp(1.7))
     beliefs = (*forecast.beliefs[:2], stopped)
     drawn = np.sort(replace(forecast, beliefs=beliefs).samples.log_epochs[:, 2])
     # Only outcomes that the trial would already have shown are left out.

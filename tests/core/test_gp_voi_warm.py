@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from bso_server.core.gp_voi.beliefs import Belief, Beliefs, begun, learned, posterior_of
-from bso_server.core.gp_voi.gaussian_process import WeightedStatistics, epochs_posterior
+from bso_server.core.gp_voi.gaussian_process import Seen, WeightedStatistics, epochs_posterior
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes
 from bso_server.core.model import Suggestion
 from bso_server.core.policy import learned_by, suggest
@@ -105,7 +104,7 @@ def test_a_warm_job_passes_nothing_on_before_a_run() -> None:
 def test_a_job_of_a_thousand_sizes_passes_on_a_few() -> None:
     job = make_job(tuple(range(1, 201)), 100, policy=GP_VOI)
     belief = Belief(observed=WeightedStatistics(2.0, 1.0), exact=WeightedStatistics(2.0, 1.0), converged=True)
-    found = learned((belief,) * 199 + (replace(belief, observed=WeightedStatistics(9.0, 1.0)),), job)
+    found = learned((belief,) * 199 + (belief._replace(observed=WeightedStatistics(9.0, 1.0)),), job)
     assert (len(found), found[-1].batch_size) == (64, 200)
 
 
@@ -125,7 +124,7 @@ def test_an_agreeing_first_run_leaves_a_doubt_and_contradicting_runs_confirm_the
 def share_alone(sizes: Sizes, memory: Beliefs) -> float:
     """Return the probability that the other job's epochs are wrong."""
     both, alone = (
-        epochs_posterior(sizes, tuple(each), tuple(belief.exact for belief in memory), 1.0)
+        epochs_posterior(sizes, Seen(tuple(each), tuple(belief.exact for belief in memory), 1.0))
         for each in zip(*((belief.observed, belief.own) for belief in memory), strict=True)
     )
     mean = posterior_of(sizes, memory).mean[4]

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple, TypeAlias
 
 from bso_server.core.gp_voi.gaussian_process import (
     Posterior,
+    Seen,
     WeightedStatistics,
     epochs_posterior,
+    expected_runs,
     mixed,
     moments_given_larger,
 )
@@ -28,20 +31,21 @@ _LEAST_PSEUDO_WEIGHT = 1e-4
 _LEAST_VARIANCE = 1e-9
 _LEAST_WEIGHT = 1e-6
 
+# Largest number of runs to compute the expectations of at once; the arrays of more do not stay in the CPU's caches.
+_MOST_TOGETHER = 8
+
 # Largest number of sizes in a warm start, so that a registration stays small.
 _MOST_LEARNED = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Streak:
+class Streak(NamedTuple):
     """Consecutive failures at one size, and the failure chance that was believed before the first of them."""
 
     length: int = 0
     chance: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Surprises:
+class Surprises(NamedTuple):
     """Cumulative sums of deviations from expectation, in σ, upwards and downwards (CUSUM: Page, Biometrika 41, 1954).
 
     A sum grows while runs deviate in its direction by more than `cusum_step`, and falls to 0 otherwise. The
@@ -64,8 +68,7 @@ class Surprises:
         return Surprises(max(0.0, self.up + deviation - step), max(0.0, self.down - deviation - step))
 
 
-@dataclass(frozen=True, slots=True)
-class Belief:
+class Belief(NamedTuple):
     """Memory of one batch size.
 
     Attributes:
@@ -89,8 +92,8 @@ class Belief:
         taken_over: The part of `observed` that another job has learned (warm start); its weight fades, too.
     """
 
-    observed: WeightedStatistics = field(default_factory=WeightedStatistics)
-    exact: WeightedStatistics = field(default_factory=WeightedStatistics)
+    observed: WeightedStatistics = WeightedStatistics()
+    exact: WeightedStatistics = WeightedStatistics()
     failures: float = 0.0
     costs: CostRuns = ()
     are_costs_guessed: bool = True
@@ -101,9 +104,9 @@ class Belief:
     missed: int = 0
     crashed: int = 0
     idle: int = 0
-    surprises: Surprises = field(default_factory=Surprises)
-    streak: Streak = field(default_factory=Streak)
-    taken_over: WeightedStatistics = field(default_factory=WeightedStatistics)
+    surprises: Surprises = Surprises()
+    streak: Streak = Streak()
+    taken_over: WeightedStatistics = WeightedStatistics()
 
     @property
     def own(self) -> WeightedStatistics:
@@ -129,6 +132,11 @@ class Belief:
         return self.observed.weight > _LEAST_WEIGHT
 
     @property
+    def is_expected(self) -> bool:
+        """True if a run is expected to reach the target, after known epochs."""
+        return self.converged and self.is_observed
+
+    @property
     def is_taken_over(self) -> bool:
         """True if only another job's runs say that the size reaches the target (`CreatedJob.warm_in_force`)."""
         return self.converged and not self.exact.weight
@@ -151,7 +159,7 @@ class Belief:
     def costing(self, run: CostRun) -> Belief:
         """Add the evidence of a run about the cost of an epoch; evidence replaces guesses."""
         costs = () if self.are_costs_guessed else self.costs
-        return replace(self, costs=(*costs, run)[-CONSTANTS.most_cost_runs :], are_costs_guessed=False)
+        return self._replace(costs=(*costs, run)[-CONSTANTS.most_cost_runs :], are_costs_guessed=False)
 
     def perhaps_costing(self, first: CostRun, log_startup: float | None) -> Belief:
         """Add a guess from a trial with a single report, unless the cost of an epoch is known already.
@@ -162,7 +170,7 @@ class Belief:
             return self
         if log_startup is not None:
             first = first._replace(log_cost=first.log_cost - log_startup, doubt=CONSTANTS.first_epoch_sd**2)
-        return replace(self, costs=(*self.costs, first)[-CONSTANTS.most_cost_runs :])
+        return self._replace(costs=(*self.costs, first)[-CONSTANTS.most_cost_runs :])
 
     def drifting(self, drift: float, since: int) -> Belief:
         """Keep the costs since trial `since`, at which the log costs of a size began to change by `drift`.
@@ -170,16 +178,15 @@ class Belief:
         Without such costs, keep the latest cost, as a guess.
         """
         if later := tuple(run for run in self.costs if run.number >= since):
-            return replace(self, costs=later)
+            return self._replace(costs=later)
         costs = tuple(run._replace(drift=run.drift + drift) for run in self.costs[-1:])
-        return replace(self, costs=costs, are_costs_guessed=True)
+        return self._replace(costs=costs, are_costs_guessed=True)
 
     def forgetting(self, factor: float) -> Belief:
         """Multiply the weight of every observation by `factor`."""
         if not self.observed.weight and not self.failures:
             return self
-        return replace(
-            self,
+        return self._replace(
             observed=self.observed.scaled(factor),
             exact=self.exact.scaled(factor),
             taken_over=self.taken_over.scaled(factor),
@@ -256,6 +263,12 @@ def learned(beliefs: Beliefs, job: CreatedJob) -> tuple[LearnedEpochs, ...]:
     )
 
 
+def _seen(beliefs: Beliefs) -> Seen:
+    """Return the observations of log epochs; at least one belief has an observation."""
+    step = min(belief.epoch_step for belief in beliefs if belief.is_observed)
+    return Seen(tuple(belief.observed for belief in beliefs), tuple(belief.exact for belief in beliefs), step)
+
+
 def posterior_of(sizes: Sizes, beliefs: Beliefs) -> Posterior:
     """Return the posterior of log epochs to the target; at least one belief has an observation.
 
@@ -265,17 +278,17 @@ def posterior_of(sizes: Sizes, beliefs: Beliefs) -> Posterior:
     At a size with epochs from both jobs, whose means a and b have the variances s and t, ``p(a, b) = p(mean of both) ·
     N(a − b; 0, s + t)``.
     """
-    exact = tuple(belief.exact for belief in beliefs)
-    step = min(belief.epoch_step for belief in beliefs if belief.is_observed)
-    both = epochs_posterior(sizes, tuple(belief.observed for belief in beliefs), exact, step)
+    seen = _seen(beliefs)
+    both = epochs_posterior(sizes, seen)
     taken_over = tuple(belief.taken_over for belief in beliefs)
     if not any(each.weight for each in taken_over):
         return both
     own = tuple(belief.own for belief in beliefs)
     if not any(each.weight for each in own):
         return both
-    alone = epochs_posterior(sizes, own, exact, step)
-    others = epochs_posterior(sizes, taken_over, (WeightedStatistics(),) * len(beliefs), step)
+    alone = epochs_posterior(sizes, seen._replace(observed=own))
+    none = (WeightedStatistics(),) * len(beliefs)
+    others = epochs_posterior(sizes, Seen(taken_over, none, seen.epoch_step))
     log_odds = alone.log_evidence - both.log_evidence + others.log_evidence
     for one, other in zip(own, taken_over, strict=True):
         if one.weight and other.weight:
@@ -287,24 +300,11 @@ def posterior_of(sizes: Sizes, beliefs: Beliefs) -> Posterior:
 
 
 def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
-    """Return the beliefs after a trial has ended.
-
-    A run that reached the target ends a recurrence of the job, so all observations fade a little. A run at a size that
-    only another job has learned tests that job's epochs: if the run deviates too much, all sizes without own runs
-    forget them.
-    """
-    index, log_epochs, surprise = outcome.index, math.log(outcome.epochs), 0.0
-    if beliefs[index].is_observed:
-        mean, variance = posterior_of(sizes, beliefs).of_run(index)
-        surprise = (log_epochs - mean) / math.sqrt(variance)
-        is_off = (abs(surprise) if outcome.reached else surprise) >= CONSTANTS.warm_surprise
-        # Before an own run has reached the target, a run that misses it refutes the other job.
-        is_first = not any(belief.exact.weight for belief in beliefs)
-        if beliefs[index].is_taken_over and (is_off or (is_first and not outcome.reached)):
-            beliefs, surprise = _without_other_job(beliefs), 0.0
-    beliefs = _with_cost(sizes, beliefs, outcome)
+    """Return the beliefs after a trial has ended."""
     if outcome.reached:
-        return _after_success(beliefs, index, log_epochs, surprise)
+        return after_successes(sizes, beliefs, [outcome])[0]
+    index, log_epochs = outcome.index, math.log(outcome.epochs)
+    beliefs = _with_cost(sizes, _tested(sizes, beliefs, outcome), outcome)
     if outcome.conclusive and any(belief.converged for belief in beliefs):
         beliefs = _after_failure(sizes, beliefs, index, log_epochs)
     else:
@@ -312,6 +312,62 @@ def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     belief = beliefs[index]
     survived = max(belief.survived, outcome.epochs)
     return _changed(beliefs, index, survived=survived, missed=belief.missed + 1, idle=0)
+
+
+def after_successes(sizes: Sizes, beliefs: Beliefs, outcomes: Sequence[Outcome]) -> tuple[Beliefs, int]:
+    """Return the beliefs after the first of these trials, which all have reached the target, and the number of trials.
+
+    How far a success deviates from expectation matters only to `surprises`, until the job has changed. So the trials
+    are learned first, up to a size that only another job has learned, and their expectations are computed together.
+    """
+    beliefs = _tested(sizes, beliefs, outcomes[0])
+    before: list[Beliefs] = []
+    for outcome in outcomes:
+        if before and beliefs[outcome.index].is_taken_over:
+            break
+        before.append(beliefs)
+        beliefs = _after_success(_with_cost(sizes, beliefs, outcome), outcome)
+    sums: dict[int, Surprises] = {}
+    for number, deviation in _deviations(sizes, before, outcomes):
+        outcome, index = outcomes[number], outcomes[number].index
+        sums[index] = sums.get(index, before[0][index].surprises).including(deviation)
+        if sums[index].most > CONSTANTS.cusum_bound:
+            return _after_success(_after_drift(_with_cost(sizes, before[number], outcome)), outcome), number + 1
+    for index, surprises in sums.items():
+        beliefs = _changed(beliefs, index, surprises=surprises)
+    return beliefs, len(before)
+
+
+def _tested(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
+    """Forget the epochs of a warm start if a run at a size without own successes deviates too much.
+
+    Before an own run has reached the target, a run that misses it is enough.
+    """
+    if not beliefs[outcome.index].is_taken_over:
+        return beliefs
+    is_first = not any(belief.exact.weight for belief in beliefs)
+    for _, deviation in _deviations(sizes, [beliefs], [outcome]):
+        is_off = (abs(deviation) if outcome.reached else deviation) >= CONSTANTS.warm_surprise
+        if is_off or (is_first and not outcome.reached):
+            return _without_other_job(beliefs)
+    return beliefs
+
+
+def _deviations(sizes: Sizes, before: Sequence[Beliefs], outcomes: Sequence[Outcome]) -> list[tuple[int, float]]:
+    """Return by how many σ the log epochs of trials deviate from the beliefs before each; with the trials' places.
+
+    The list leaves out trials of sizes that were not known to reach the target.
+    """
+    known = [place for place, each in enumerate(before) if each[outcomes[place].index].is_expected]
+    indices = [outcomes[place].index for place in known]
+    if any(belief.taken_over.weight for belief in before[0]):
+        runs = [posterior_of(sizes, before[place]).of_run(index) for place, index in zip(known, indices, strict=True)]
+    else:
+        runs = expected_runs(sizes, [_seen(before[place]) for place in known], indices)
+    pairs = zip(known, runs, strict=True)
+    return [
+        (place, (math.log(outcomes[place].epochs) - mean) / math.sqrt(variance)) for place, (mean, variance) in pairs
+    ]
 
 
 def expected_startup(sizes: Sizes, beliefs: Beliefs, index: int) -> float | None:
@@ -324,7 +380,7 @@ def expected_startup(sizes: Sizes, beliefs: Beliefs, index: int) -> float | None
 def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     """Add the trial's cost of an epoch; a trial with a single report gives only a guess."""
     index, first, later = outcome.index, outcome.first, outcome.cost
-    belief = replace(beliefs[index], epoch_step=min(outcome.epoch_step, 1.0), crashed=0)
+    belief = beliefs[index]._replace(epoch_step=min(outcome.epoch_step, 1.0), crashed=0)
     if later is None:
         if first is not None:
             # Only the first trial of a size tries power limits, so a later trial needs no such correction.
@@ -332,7 +388,7 @@ def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
             belief = belief.perhaps_costing(first, startup)
         return beliefs_with(beliefs, belief, index)
     if not belief.has_cost and first is not None:
-        belief = replace(belief, log_startup=first.log_cost - later.log_cost)
+        belief = belief._replace(log_startup=first.log_cost - later.log_cost)
     beliefs = beliefs_with(beliefs, belief.costing(later), index)
     change = change_of([belief.costs for belief in beliefs], index)
     if change is None:
@@ -343,19 +399,18 @@ def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     return tuple(each.drifting(change, first.number) for each in beliefs)
 
 
-def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: float) -> Beliefs:
-    belief = beliefs[index]
-    if belief.converged and belief.is_observed:
-        sums = belief.surprises.including(surprise)
-        if sums.most > CONSTANTS.cusum_bound:
-            beliefs = _after_drift(beliefs)
-        else:
-            beliefs = _changed(beliefs, index, surprises=sums)
-    belief = beliefs[index]
-    observed, exact = belief.observed.including(log_epochs), belief.exact.including(log_epochs)
+def _after_success(beliefs: Beliefs, outcome: Outcome) -> Beliefs:
+    """Return the beliefs after a run reached the target, without its deviation from expectation.
+
+    The run ends a recurrence of the job, so all observations fade a little.
+    """
+    index, log_epochs = outcome.index, math.log(outcome.epochs)
+    observed, exact = beliefs[index].observed.including(log_epochs), beliefs[index].exact.including(log_epochs)
     beliefs = _changed(beliefs, index, observed=observed, exact=exact, converged=True, streak=Streak())
-    faded = [each.forgetting(CONSTANTS.forgetting) for each in beliefs]
-    rested = (each if each == _UNSEEN else replace(each, missed=0, idle=each.idle + 1) for each in faded)
+    rested = (
+        each if each == _UNSEEN else each.forgetting(CONSTANTS.forgetting)._replace(missed=0, idle=each.idle + 1)
+        for each in beliefs
+    )
     return _changed(tuple(rested), index, idle=0)
 
 
@@ -404,7 +459,7 @@ def _without_other_job(beliefs: Beliefs) -> Beliefs:
     """Forget the epochs of a warm start at all sizes at which no run of this job has reached the target."""
     unknown = WeightedStatistics()
     return tuple(
-        each if each.exact.weight else replace(each, observed=unknown, taken_over=unknown, converged=False)
+        each if each.exact.weight else each._replace(observed=unknown, taken_over=unknown, converged=False)
         for each in beliefs
     )
 
@@ -415,7 +470,7 @@ def _after_drift(beliefs: Beliefs) -> Beliefs:
     for belief in beliefs:
         weight = belief.observed.weight
         kept = belief.forgetting(min(1.0, CONSTANTS.kept_weight / weight) if weight else 1.0)
-        forgotten.append(replace(kept, costs=belief.costs[-1:], survived=0.0, surprises=Surprises(), streak=Streak()))
+        forgotten.append(kept._replace(costs=belief.costs[-1:], survived=0.0, surprises=Surprises(), streak=Streak()))
     return tuple(forgotten)
 
 
@@ -426,7 +481,7 @@ def beliefs_with(beliefs: Beliefs, belief: Belief, index: int) -> Beliefs:
 
 def _changed(beliefs: Beliefs, index: int, **fields: Any) -> Beliefs:
     """Replace fields of the belief about the size with this index."""
-    return beliefs_with(beliefs, replace(beliefs[index], **fields), index)
+    return beliefs_with(beliefs, beliefs[index]._replace(**fields), index)
 
 
 def trials_missed(beliefs: Sequence[Belief]) -> int:
@@ -441,33 +496,56 @@ def has_crashed(beliefs: Sequence[Belief]) -> bool:
 
 def after(beliefs: Beliefs, job: CreatedJob, trial: TrialRecord) -> Beliefs:
     """Return the beliefs once this trial has ended."""
+    return after_all(beliefs, job, [trial])
+
+
+def after_all(beliefs: Beliefs, job: CreatedJob, trials: Sequence[TrialRecord]) -> Beliefs:
+    """Return the beliefs once these trials have ended, in this order."""
+    sizes, learned = Sizes.of(job), 0
+    while learned < len(trials):
+        next_ones = trials[learned : learned + _MOST_TOGETHER]
+        reached = takewhile(lambda trial: trial.state is TrialState.COMPLETED, next_ones)
+        successes = [_outcome_of(job, each) for each in reached]
+        if successes:
+            beliefs, count = after_successes(sizes, beliefs, successes)
+        else:
+            beliefs, count = _after_setback(beliefs, job, next_ones[0]), 1
+        learned += count
+    return beliefs
+
+
+def _outcome_of(job: CreatedJob, trial: TrialRecord, *, conclusive: bool = True) -> Outcome:
+    """Return the result of a trial that was measured to its end."""
+    return Outcome(
+        index=job.batch_sizes.index(trial.batch_size),
+        epochs=trial.epoch,
+        first=None if trial.other_gpus else CostRun.until_first(job, trial),
+        cost=None if trial.other_gpus else CostRun.of(job, trial),
+        epoch_step=trial.epoch / trial.report_count,
+        reached=trial.state is TrialState.COMPLETED,
+        conclusive=conclusive,
+    )
+
+
+def _after_setback(beliefs: Beliefs, job: CreatedJob, trial: TrialRecord) -> Beliefs:
+    """Return the beliefs once a trial has ended without the target."""
     index = job.batch_sizes.index(trial.batch_size)
-    cost = CostRun.of(job, trial)
-    if trial.other_gpus:
-        cost = None
     if trial.state in OBSERVED:
         is_exhausted = trial.state is TrialState.EXHAUSTED
         is_cut = is_exhausted and is_cut_short(job, trial, None)
-        outcome = Outcome(
-            index=index,
-            epochs=trial.epoch,
-            first=None if trial.other_gpus else CostRun.until_first(job, trial),
-            cost=cost,
-            epoch_step=trial.epoch / trial.report_count,
-            reached=trial.state is TrialState.COMPLETED,
-            conclusive=not is_cut and (is_exhausted or trial.origin is Origin.INCUMBENT),
-        )
-        ended = after_outcome(Sizes.of(job), beliefs, outcome)
+        conclusive = not is_cut and (is_exhausted or trial.origin is Origin.INCUMBENT)
+        ended = after_outcome(Sizes.of(job), beliefs, _outcome_of(job, trial, conclusive=conclusive))
         # A trial with fewer epochs than the job allows now has not missed the target.
         return _changed(ended, index, missed=beliefs[index].missed) if is_cut else ended
     if trial.state not in (TrialState.FAILED, TrialState.INFEASIBLE):
         return beliefs
     belief = beliefs[index]
     if trial.end_reason is EndReason.ENDED_EARLY:
-        belief = replace(belief, missed=belief.missed + 1)
+        belief = belief._replace(missed=belief.missed + 1)
     else:
-        belief = replace(belief, crashed=belief.crashed + 1, idle=0)
+        belief = belief._replace(crashed=belief.crashed + 1, idle=0)
     # The reports before a crash give the cost of an epoch, if no other trial does.
+    cost = None if trial.other_gpus else CostRun.of(job, trial)
     if trial.state is TrialState.FAILED and cost is not None and not belief.has_cost:
         belief = belief.costing(cost)
     return beliefs_with(beliefs, belief, index)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +20,7 @@ from bso_server.core.gp_voi.prior import CONSTANTS, Array, Family, Sizes, bounde
 from bso_server.core.gp_voi.run_costs import CostRuns, CostSummary, summary_of
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedStatistics:
+class WeightedStatistics(NamedTuple):
     """Running weight, mean and weighted sum of squared deviations of a sequence (West, CACM 22(9), 1979).
 
     Weights may be fractions. Scaling all weights makes old values count less, without moving the mean.
@@ -38,6 +39,8 @@ class WeightedStatistics:
 
     def scaled(self, factor: float) -> WeightedStatistics:
         """Multiply every weight by `factor` (≥ 0)."""
+        if not self.weight:
+            return self
         return WeightedStatistics(self.weight * factor, self.mean, self.squared_deviations * factor)
 
 
@@ -45,52 +48,44 @@ class WeightedStatistics:
 _LEAST_WEIGHT = 1e-6
 _LEAST_VARIANCE = 1e-9
 
-# A family whose hypotheses together have a lower probability is left out.
+# A family is left out if its hypotheses together have a lower probability.
 _LEAST_CHANCE = 1e-3
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Component:
-    """Joint normal distributions over B batch sizes that differ only in their means.
-
-    `means` of H hypotheses have the shape (H, B), their probabilities `weights` (H,), and the `covariance` (B, B).
-    """
-
-    means: Array
-    weights: Array
-    covariance: Array
 
 
 @dataclass(frozen=True, eq=False)
 class Posterior:
     """Belief about B batch sizes: log epochs to the target, or the log cost of an epoch.
 
+    The belief is a mixture of C components, each with H hypotheses: joint normal distributions that differ only in
+    their means.
+
     Attributes:
-        components: Mixture of beliefs about each size's expectation; weights add up to 1.
+        means: Expectations of each hypothesis, shape (C, H, B).
+        weights: Probability of each hypothesis, shape (C, H); all together add up to 1.
+        covariances: Covariance of each component, shape (C, B, B).
         run_variance: Variance of one run around its size's expectation.
         log_evidence: Log density of the observations of log epochs around their mean; 0 where no caller needs it.
     """
 
-    components: tuple[Component, ...]
+    means: Array
+    weights: Array
+    covariances: Array
     run_variance: float
     log_evidence: float = 0.0
 
     @cached_property
     def mean(self) -> Array:
         """Mean of the expectations, shape (B,)."""
-        mean: Array = np.add.reduce([each.weights @ each.means for each in self.components])
+        mean: Array = self.weights.ravel() @ self.means.reshape(self.weights.size, -1)
         return mean
 
     @cached_property
     def variance(self) -> Array:
         """Variance of the expectations, within hypotheses and between them; shape (B,)."""
-        variance: Array = np.add.reduce(
-            [
-                each.weights.sum() * np.diagonal(each.covariance) + each.weights @ (each.means - self.mean) ** 2
-                for each in self.components
-            ]
-        )
-        return np.maximum(variance, _LEAST_VARIANCE)
+        between = self.weights.ravel() @ np.square(self.means - self.mean).reshape(self.weights.size, -1)
+        within = self.weights.sum(axis=1) @ np.diagonal(self.covariances, axis1=1, axis2=2)
+        variance: Array = np.maximum(within + between, _LEAST_VARIANCE)
+        return variance
 
     def of_run(self, index: int) -> tuple[float, float]:
         """Return the mean and the variance of one run at the size with this index."""
@@ -105,14 +100,12 @@ class Posterior:
         """
         if not in_flight:
             return self
-        components = []
-        for each in self.components:
-            covariance = each.covariance
-            for index, runs in sorted(in_flight.items()):
-                column = covariance[index]
-                covariance = covariance - np.outer(column, column) * (runs / (self.run_variance + runs * column[index]))
-            components.append(Component(each.means, each.weights, covariance))
-        return Posterior(tuple(components), self.run_variance)
+        covariances = self.covariances
+        for index, runs in sorted(in_flight.items()):
+            columns = covariances[:, index]
+            shares = runs / (self.run_variance + runs * columns[:, index])
+            covariances = covariances - columns[:, :, None] * columns[:, None] * shares[:, None, None]
+        return Posterior(self.means, self.weights, covariances, self.run_variance)
 
     def samples(self, ranks: Array, normals: Array) -> Array:
         """Return joint samples of the expectations, shape (S, B).
@@ -120,14 +113,12 @@ class Posterior:
         `ranks` is a permutation of (0.5, 1.5, …)/S, which spreads the samples over the hypotheses by their weights;
         `normals` are standard normal values, shape (S, B).
         """
-        edges = np.cumsum(np.concatenate([each.weights for each in self.components]))
+        edges = np.cumsum(self.weights)
         chosen = np.minimum(np.searchsorted(edges, ranks * edges[-1]), len(edges) - 1)
-        drawn, first = np.empty_like(normals), 0
-        for each in self.components:
-            here = (chosen >= first) & (chosen < first + len(each.weights))
-            if here.any():
-                drawn[here] = each.means[chosen[here] - first] + normals[here] @ _root(each.covariance).T
-            first += len(each.weights)
+        drawn: Array = self.means.reshape(len(edges), -1)[chosen]
+        for component, covariance in enumerate(self.covariances):
+            here = chosen // self.weights.shape[1] == component
+            drawn[here] += normals[here] @ _root(covariance).T
         return drawn
 
 
@@ -142,73 +133,139 @@ def freedom_of(exact: Iterable[WeightedStatistics]) -> float:
     return sum(max(size.weight - 1, 0.0) for size in exact)
 
 
-@lru_cache(maxsize=256)
-def epochs_posterior(
-    sizes: Sizes,
-    observed: tuple[WeightedStatistics, ...],
-    exact: tuple[WeightedStatistics, ...],
-    epoch_step: float,
-) -> Posterior:
-    """Return the posterior of log epochs to the target at every size.
+class Seen(NamedTuple):
+    """Observations of log epochs: `Belief.observed` and `Belief.exact` of each size, and the least `epoch_step`."""
 
-    `observed` and `exact` are fields of `Belief`, per size; at least one size has observations. The variance of runs is
-    uncertain, so each σ on a grid is a further hypothesis, weighed by the deviations of runs at one size and by how
-    well the sizes follow the laws. A run reaches the target anywhere between two validations, `epoch_step` epochs
-    apart. So the variance is at least ``(epoch_step/e^m)²/12``, with the mean m of the observations.
+    observed: tuple[WeightedStatistics, ...]
+    exact: tuple[WeightedStatistics, ...]
+    epoch_step: float
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Indices of the sizes with observations."""
+        return tuple(index for index, size in enumerate(self.observed) if size.weight > _LEAST_WEIGHT)
+
+
+class _Weighed(NamedTuple):
+    """Probabilities of all hypotheses about log epochs, given N sets of observations of the same O sizes.
+
+    In the notation of `epochs_posterior`, with F families and V variances, the shapes are: `levels` (N,),
+    `run_variances` (N,), `inverses` 1/(Λ + v) (N, F, V, O), `residuals` rᵀ√w·U (N, F, H, O), `turned` √w·U
+    (N, F, O, O), `weights` (N, F, V, H), `scales` q (N, F, V), `log_evidences` (N,).
+    """
+
+    levels: Array
+    run_variances: Array
+    inverses: Array
+    residuals: Array
+    turned: Array
+    weights: Array
+    scales: Array
+    log_evidences: Array
+
+
+def _weighed(sizes: Sizes, known: Sequence[int], seen: Sequence[Seen]) -> _Weighed:
+    """Return the probabilities of the hypotheses that `epochs_posterior` describes, for each set of observations."""
+    values = np.array([[each.observed[index].mean for index in known] for each in seen])
+    roots = np.sqrt(np.array([[each.observed[index].weight for index in known] for each in seen]))
+    levels = values.mean(axis=1)
+    steps = np.array([each.epoch_step * bounded_exp(-level) for each, level in zip(seen, levels.tolist(), strict=True)])
+    variances = np.maximum(np.square(CONSTANTS.run_sds), np.square(steps)[:, None] / 12)
+    family = laws(sizes).epochs
+    among = family.kernel[:, known][:, :, known]
+    eigenvalues, vectors = np.linalg.eigh(among * (roots[:, None, :, None] * roots[:, None, None]))
+    turned = vectors * roots[:, None, :, None]
+    inverses = 1 / (np.maximum(eigenvalues, 0.0)[:, :, None] + variances[:, None, :, None])
+    residuals = ((values - levels[:, None])[:, None, None] - family.means[:, :, known]) @ turned
+    misfits = inverses @ np.square(residuals).swapaxes(2, 3)
+    log_weights = family.log_weights[:, None] - 0.5 * misfits
+    # Relative weights stay finite even if all weights of a family underflow.
+    tops = log_weights.max(axis=3, keepdims=True)
+    relative = np.exp(log_weights - tops)
+    totals = relative.sum(axis=3)
+    nu = CONSTANTS.scale_dof
+    scales = (nu + (relative * misfits).sum(axis=3) / totals) / (nu + len(known) - 1)
+    log_chances = _log_chances(variances, seen) + np.log(roots).sum(axis=1)[:, None]
+    log_sums = tops[..., 0] + np.log(totals) + 0.5 * np.log(inverses).sum(axis=3) + log_chances[:, None]
+    highest = log_sums.max(axis=(1, 2), keepdims=True)
+    shares = np.exp(log_sums - highest)
+    sums = shares.sum(axis=(1, 2), keepdims=True)
+    kept = np.where(shares >= _LEAST_CHANCE * sums, shares, 0.0)
+    return _Weighed(
+        levels,
+        (shares.sum(axis=1) * variances).sum(axis=1) / sums[:, 0, 0],
+        inverses,
+        residuals,
+        turned,
+        relative * (kept / totals / kept.sum(axis=(1, 2), keepdims=True))[..., None],
+        np.minimum(np.maximum(scales, 1.0), CONSTANTS.largest_scale),
+        (highest + np.log(sums))[:, 0, 0] - _LOG_PRIORS,
+    )
+
+
+@lru_cache(maxsize=256)
+def epochs_posterior(sizes: Sizes, seen: Seen) -> Posterior:
+    """Return the posterior of log epochs to the target at every size; at least one size has observations.
+
+    The variance of runs is uncertain, so each σ on a grid is a further hypothesis, weighed by the deviations of runs at
+    one size and by how well the sizes follow the laws. A run reaches the target anywhere between two validations,
+    `epoch_step` epochs apart. So the variance is at least ``(epoch_step/e^m)²/12``, with the mean m of the
+    observations.
 
     Residuals that no hypothesis expected widen the covariance of a family, as in a Student-t process (Shah, Wilson,
     Ghahramani, AISTATS 2014, equation 6), by the factor ``q = (ν + E[rᵀA⁻¹r]) / (ν + |O| − 1)``, limited to
     [1, largest_scale]. Notation as in `_given`. With the weights w of the observed sizes, ``A = K_OO + v·diag(1/w)``.
     So the eigenvectors U and eigenvalues Λ of ``√w·K_OO·√w`` serve all variances v: ``A⁻¹ = √w·U (Λ + v)⁻¹ Uᵀ·√w``.
     """
-    known = [index for index, size in enumerate(observed) if size.weight > _LEAST_WEIGHT]
-    values = np.array([observed[index].mean for index in known])
-    roots = np.sqrt(np.array([observed[index].weight for index in known]))
-    level = float(values.mean())
-    nu = CONSTANTS.scale_dof
-    step = (epoch_step * bounded_exp(-level)) ** 2 / 12
-    variances = np.maximum(np.square(CONSTANTS.run_sds), step)
-    log_chances = _log_chances(variances, exact) + np.log(roots).sum()
-    given, chances = [], []
-    for family in laws(sizes).epochs:
-        across = family.kernel[known]
-        eigenvalues, vectors = np.linalg.eigh(across[:, known] * roots * roots[:, None])
-        turned = vectors * roots[:, None]
-        inverses = 1 / (np.maximum(eigenvalues, 0.0) + variances[:, None])
-        residuals = (values - level - family.means[:, known]) @ turned
-        misfits = inverses @ (residuals * residuals).T
-        log_factors = log_chances + 0.5 * np.log(inverses).sum(axis=1)
-        log_weights = family.log_weights - 0.5 * misfits + log_factors[:, None]
-        # Relative weights stay finite even if the whole family's weights underflow.
-        tops = log_weights.max(axis=1)
-        relative = np.exp(log_weights - tops[:, None])
-        totals = relative.sum(axis=1)
-        scales = (nu + (relative * misfits).sum(axis=1) / totals) / (nu + len(known) - 1)
-        given.append((family, inverses, residuals, turned.T @ across, log_weights, scales))
-        chances.append(tops + np.log(totals))
-    log_sums = np.array(chances).T
-    top = log_sums.max()
-    shares = np.exp(log_sums - top)
-    run_variance = float((variances @ shares).sum() / shares.sum())
-    kept = shares >= _LEAST_CHANCE * shares.sum()
-    total, components = shares[kept].sum(), []
-    for place, each in np.argwhere(kept):
-        family, inverses, residuals, across, log_weights, scales = given[each]
-        reaches = inverses[place][:, None] * across
-        scale = min(max(float(scales[place]), 1.0), CONSTANTS.largest_scale)
-        means, covariance = family.means + level + residuals @ reaches, (family.kernel - across.T @ reaches) * scale
-        components.append(Component(means, np.exp(log_weights[place] - top) / total, covariance))
-    return Posterior(tuple(components), run_variance, _log_sum(log_sums) - _LOG_PRIORS)
+    known, family = seen.known, laws(sizes).epochs
+    found = _weighed(sizes, known, [seen])
+    # Components are in the order of their variances, on which samples depend.
+    of_variance, of_family = found.weights[0].any(axis=2).T.nonzero()
+    kept = (of_family, of_variance)
+    across = (found.turned[0].swapaxes(1, 2) @ family.kernel[:, known])[of_family]
+    reaches = found.inverses[0][kept][:, :, None] * across
+    covariances = family.kernel[of_family] - across.swapaxes(1, 2) @ reaches
+    return Posterior(
+        family.means[of_family] + found.levels[0] + found.residuals[0][of_family] @ reaches,
+        found.weights[0][kept],
+        covariances * found.scales[0][kept][:, None, None],
+        float(found.run_variances[0]),
+        float(found.log_evidences[0]),
+    )
+
+
+def expected_runs(sizes: Sizes, seen: Sequence[Seen], indices: Sequence[int]) -> list[tuple[float, float]]:
+    """Return `Posterior.of_run` of a size after each set of observations; `indices` has the sizes.
+
+    Each posterior takes a fraction of the time of `epochs_posterior`, a small one in a long list.
+    """
+    found: list[tuple[float, float]] = []
+    family = laws(sizes).epochs
+    for known, group in groupby(zip(seen, indices, strict=True), key=lambda pair: pair[0].known):
+        sets, at = zip(*group, strict=True)
+        given, count = _weighed(sizes, known, sets), len(sets)
+        across = family.kernel[:, known][:, :, at].transpose(2, 0, 1)[..., None]
+        across = (given.turned.swapaxes(2, 3) @ across)[..., 0]
+        reaches = given.inverses * across[:, :, None]
+        means = family.means[:, None, :, at].transpose(3, 0, 1, 2) + reaches @ given.residuals.swapaxes(2, 3)
+        variances = family.kernel[:, at, at].T[:, :, None] - (reaches @ across[..., None])[..., 0]
+        weights = given.weights.reshape(count, 1, -1)
+        mean = (weights @ means.reshape(count, -1, 1))[:, 0, 0]
+        between = weights @ np.square(means.reshape(count, -1, 1) - mean[:, None, None])
+        within = (given.weights.sum(axis=3) * given.scales * variances).reshape(count, -1).sum(axis=1)
+        variance = np.maximum(within + between[:, 0, 0], _LEAST_VARIANCE) + given.run_variances
+        found += zip((mean + given.levels).tolist(), variance.tolist(), strict=True)
+    return found
 
 
 def mixed(shares: Mapping[Posterior, float]) -> Posterior:
     """Return the mixture of posteriors with these probabilities, which add up to 1."""
-    components = tuple(
-        replace(component, weights=component.weights * share)
-        for posterior, share in shares.items()
-        for component in posterior.components
+    return Posterior(
+        np.concatenate([each.means for each in shares]),
+        np.concatenate([each.weights * share for each, share in shares.items()]),
+        np.concatenate([each.covariances for each in shares]),
+        sum(each.run_variance * share for each, share in shares.items()),
     )
-    return Posterior(components, sum(posterior.run_variance * share for posterior, share in shares.items()))
 
 
 # Log of the prior probability of each σ of `run_sds`, up to a constant, and the log of their sum.
@@ -216,14 +273,15 @@ _LOG_PRIOR = -0.5 * (np.log(np.array(CONSTANTS.run_sds) / CONSTANTS.run_sd) / CO
 _LOG_PRIORS = math.log(np.exp(_LOG_PRIOR).sum())
 
 
-def _log_chances(variances: Array, exact: Sequence[WeightedStatistics]) -> Array:
-    """Return the log probability, up to a constant, of each σ of `run_sds`, given the runs of each size.
+def _log_chances(variances: Array, seen: Sequence[Seen]) -> Array:
+    """Return the log probability, up to a constant, of each σ of `run_sds`, given the runs of each size: (N, V).
 
-    σ has a log-normal prior around `run_sd`. The likelihood is that of the squared deviations from each size's own
+    σ has a log-normal prior around `run_sd`. The likelihood is the density of the deviations from each size's own
     mean, with f degrees of freedom (`freedom_of`): ``v^(−f/2) · exp(−Σ squared deviations / 2v)`` for the variances v.
     """
-    deviations = max(sum(size.squared_deviations for size in exact), 0.0)
-    return _LOG_PRIOR - 0.5 * deviations / variances - 0.5 * freedom_of(exact) * np.log(variances)
+    deviations = np.array([[max(sum(size.squared_deviations for size in each.exact), 0.0)] for each in seen])
+    freedom = np.array([[freedom_of(each.exact)] for each in seen])
+    return _LOG_PRIOR - 0.5 * deviations / variances - 0.5 * freedom * np.log(variances)
 
 
 @lru_cache(maxsize=256)
@@ -241,7 +299,7 @@ def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None
     drift = max((abs(run.drift) for of_size in runs for run in of_size), default=0.0)
     if not drift:
         summary = summary_of(runs)
-        return Posterior(_mixed(_costs_given(family, summary, trusted)), summary.run_variance)
+        return _mixed(_costs_given(family, summary, trusted), summary.run_variance)
     lawless = replace(family, kernel=family.kernel + (drift / 2) ** 2 * np.eye(len(runs)))
     alike, apart = (summary_of([tuple(run.drifted(share) for run in each) for each in runs]) for share in (1.0, 0.5))
     fresh = [index for index in _known(alike) if not runs[index][-1].drift]
@@ -249,10 +307,10 @@ def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None
     for laws_of_costs, summary in ((family, alike), (lawless, apart)):
         hypotheses, evidence = _costs_given(laws_of_costs, summary, trusted), 0.0
         if fresh:
-            evidence = _log_sum(_given_costs(laws_of_costs, alike, fresh)[0].family.log_weights)
+            evidence = _log_sum(_given(laws_of_costs, alike, fresh).family.log_weights)
         shift = evidence - _log_sum(np.concatenate([each.log_weights for each in hypotheses]))
         found += [replace(each, log_weights=each.log_weights + shift) for each in hypotheses]
-    return Posterior(_mixed(found), alike.run_variance)
+    return _mixed(found, alike.run_variance)
 
 
 def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> list[Family]:
@@ -267,9 +325,9 @@ def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> l
     small, the condition on the sign hardly changes the moments.
     """
     known = _known(summary)
-    given, level = _given_costs(family, summary, known)
-    means, log_weights, kernel = given.family.means + level, given.family.log_weights, given.family.kernel
-    found = [Family(means, log_weights, kernel)]
+    given = _given(family, summary, known)
+    means, log_weights, kernel = given.family.means, given.family.log_weights, given.family.kernel
+    found = [given.family]
     for place, index in enumerate(known):
         if len(given.solved[0]) == 1 or not summary.suspect[index] or index == trusted:
             continue
@@ -288,17 +346,8 @@ def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> l
 
 
 def _known(summary: CostSummary) -> list[int]:
-    """Return the indices of the sizes whose cost was observed."""
+    """Return the indices of the sizes with an observed cost."""
     return [index for index, weight in enumerate(summary.weights) if weight > _LEAST_WEIGHT]
-
-
-def _given_costs(family: Family, summary: CostSummary, known: list[int]) -> tuple[_Given, float]:
-    """Return the posterior given the costs of the known sizes, relative to a level, and that level."""
-    values = np.array([summary.means[index] for index in known])
-    level = float(values.mean())
-    variances = [summary.run_variance / summary.weights[index] for index in known]
-    noise = np.diag(variances) + _LEAST_VARIANCE * np.eye(len(values))
-    return _given(family, known, values - level, noise), level
 
 
 def _log_sum(logs: Array) -> float:
@@ -306,53 +355,52 @@ def _log_sum(logs: Array) -> float:
     return top + math.log(float(np.exp(logs - top).sum()))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Given:
+class _Given(NamedTuple):
     """Posterior of a family, with weights up to a factor, and other results of `_given`.
 
-    With O of the B sizes observed, the shapes are: `misfits` rᵀA⁻¹r (H,), `inverse` A⁻¹ (O, O), `solved` A⁻¹r (H, O),
-    `reaches` A⁻¹K_O· (O, B).
+    With O of B sizes observed, the shapes are: `inverse` A⁻¹ (O, O), `solved` A⁻¹r (H, O), `reaches` A⁻¹K_O· (O, B).
     """
 
     family: Family
-    misfits: Array
     inverse: Array
     solved: Array
     reaches: Array
 
 
-def _given(family: Family, known: list[int], values: Array, noise: Array) -> _Given:
-    """Return the posterior and the weight of each hypothesis m.
+def _given(family: Family, summary: CostSummary, known: list[int]) -> _Given:
+    """Return the posterior and the weight of each hypothesis m, given the costs of the known sizes.
 
-    With the observed sizes O, their values y, the covariance of their errors (`noise`), A = K_OO + noise, r = y − m_O::
+    With the observed sizes O, their mean costs y relative to the mean of y, the covariance N of the errors of y,
+    A = K_OO + N and r = y − m_O::
 
         mean = m + K_·O A⁻¹ r        covariance = K − K_·O A⁻¹ K_O·        log weight = log prior − ½ rᵀA⁻¹r − ½ log|A|
 
     (Rasmussen, Williams 2006, equations 2.25, 2.26 and 2.30.)
     """
+    values = np.array([summary.means[index] for index in known])
+    level = float(values.mean())
+    variances = [summary.run_variance / summary.weights[index] for index in known]
     across = family.kernel[known]
-    noisy = across[:, known] + noise
+    noisy = across[:, known] + (np.diag(variances) + _LEAST_VARIANCE * np.eye(len(values)))
     inverse: Array = np.asarray(np.linalg.inv(noisy), dtype=np.float64)
-    residuals = values - family.means[:, known]
+    residuals = values - level - family.means[:, known]
     solved = residuals @ inverse
-    misfits = (solved * residuals).sum(axis=1)
     reaches = inverse @ across
     posterior = Family(
-        family.means + solved @ across,
-        family.log_weights - 0.5 * misfits - 0.5 * np.linalg.slogdet(noisy)[1],
+        family.means + solved @ across + level,
+        family.log_weights - 0.5 * (solved * residuals).sum(axis=1) - 0.5 * np.linalg.slogdet(noisy)[1],
         family.kernel - across.T @ reaches,
     )
-    return _Given(posterior, misfits, inverse, solved, reaches)
+    return _Given(posterior, inverse, solved, reaches)
 
 
-def _mixed(found: Sequence[Family]) -> tuple[Component, ...]:
-    """Return the mixture of families whose log weights share an unknown constant."""
-    top = max(float(each.log_weights.max()) for each in found)
-    weights = [np.exp(each.log_weights - top) for each in found]
-    total = sum(float(each.sum()) for each in weights)
-    kept = [place for place, each in enumerate(weights) if each.sum() >= _LEAST_CHANCE * total]
-    total = sum(float(weights[place].sum()) for place in kept)
-    return tuple(Component(found[place].means, weights[place] / total, found[place].kernel) for place in kept)
+def _mixed(found: Sequence[Family], run_variance: float) -> Posterior:
+    """Return the mixture of families; their log weights share an unknown constant."""
+    log_weights = np.array([each.log_weights for each in found])
+    weights = np.exp(log_weights - log_weights.max())
+    kept = weights.sum(axis=1) >= _LEAST_CHANCE * weights.sum()
+    means, covariances = np.array([each.means for each in found]), np.array([each.kernel for each in found])
+    return Posterior(means[kept], weights[kept] / weights[kept].sum(), covariances[kept], run_variance)
 
 
 _SQRT_HALF = math.sqrt(0.5)

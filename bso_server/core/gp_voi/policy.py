@@ -18,6 +18,7 @@ from bso_server.core.gp_voi.beliefs import (
     Belief,
     Beliefs,
     after,
+    after_all,
     begun,
     beliefs_with,
     expected_startup,
@@ -394,7 +395,7 @@ def check(job: CreatedJob) -> None:
 
 
 POLICY = Policy(
-    version="8",
+    version="9",
     suggest=suggest,
     explain=explain,
     expectations=expectations,
@@ -402,5 +403,5 @@ POLICY = Policy(
     check=check,
     controls=True,
     leaves_out=True,
-    memory=Memory(tuple[Belief, ...], begun, after, learned),
+    memory=Memory(tuple[Belief, ...], begun, after, learned, after_all),
 )

@@ -153,13 +153,17 @@ class Family:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Laws:
-    """Prior of a job: hypotheses about log epochs to the target (weights add up to 1), and about log costs of an epoch.
+    """Prior of a job.
 
-    `octaves` is the difference |log2 a − log2 b| between each two sizes, shape (B, B).
+    Attributes:
+        octaves: Difference |log2 a − log2 b| between each two sizes, shape (B, B).
+        epochs: Two families about log epochs to the target, of jobs that follow the laws and of others. Their arrays
+            have a further axis, the first; the smaller family is filled up with hypotheses of probability 0.
+        costs: Family about log costs of an epoch.
     """
 
     octaves: Array
-    epochs: tuple[Family, ...]
+    epochs: Family
     costs: Family
 
 
@@ -170,13 +174,15 @@ def laws(sizes: Sizes) -> Laws:
     octaves = np.abs(log_sizes[:, None] - log_sizes[None, :])
     means, log_weights = _epoch_laws(log_sizes, float(log_sizes[sizes.default]))
     smooth = _kernel(octaves, CONSTANTS.smooth_sd, CONSTANTS.smooth_length, CONSTANTS.arm_sd)
-    lawful = Family(means, log_weights + math.log1p(-CONSTANTS.lawless_chance), smooth)
     own = _kernel(octaves, CONSTANTS.lawless_sd, CONSTANTS.lawless_length, CONSTANTS.lawless_arm_sd)
-    lawless = Family(np.zeros((1, len(log_sizes))), np.array([math.log(CONSTANTS.lawless_chance)]), own)
+    lawless = np.full(len(means), -np.inf)
+    lawless[0] = math.log(CONSTANTS.lawless_chance)
+    log_weights = np.array([log_weights + math.log1p(-CONSTANTS.lawless_chance), lawless])
+    epochs = Family(np.array([means, np.zeros_like(means)]), log_weights, np.array([smooth, own]))
     costs = _cost_laws(log_sizes)
     kernel = _kernel(octaves, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd)
     cost_family = Family(costs, np.full(len(costs), -math.log(len(costs))), kernel)
-    return Laws(octaves, (lawful, lawless), cost_family)
+    return Laws(octaves, epochs, cost_family)
 
 
 def _kernel(octaves: Array, smooth_sd: float, length: float, arm_sd: float) -> Array:

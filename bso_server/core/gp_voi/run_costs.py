@@ -192,6 +192,8 @@ def change_of(sizes: Sequence[CostRuns], index: int) -> float | None:
     if min(run.log_cost for run in latest) <= center <= max(run.log_cost for run in latest):
         return None
     off = np.array([run.log_cost for run in latest]) - center
+    if np.abs(off).min() < _least_change():
+        return None
     sizes = [comparable(runs, last) for runs in sizes]
     within = epoch_variance(sizes)
     variances = run_variance(sizes, within) + np.array([run.variance(within) for run in latest])
@@ -244,6 +246,15 @@ def _densities(squares: Array, variances: Array) -> tuple[Array, Array]:
     wider = variances + CONSTANTS.slowed_sd**2
     regular = (1 - CONSTANTS.slowed_chance) * np.exp(-0.5 * squares / variances) / np.sqrt(variances)
     return regular, CONSTANTS.slowed_chance * np.exp(-0.5 * squares / wider) / np.sqrt(wider)
+
+
+@cache
+def _least_change() -> float:
+    """Return a deviation below which no run counts as slowed, however little the cost varies from run to run."""
+    variance = min(CONSTANTS.cost_run_sds) ** 2
+    wider = variance + CONSTANTS.slowed_sd**2
+    log_odds = math.log(1 / CONSTANTS.slowed_chance - 1) + 0.5 * math.log(wider / variance)
+    return math.sqrt(2 * log_odds / (1 / variance - 1 / wider))
 
 
 @cache
