@@ -28,11 +28,10 @@ JOB = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32
 @each_callback
 def test_metric_is_positional_and_options_are_named(callback: Any) -> None:
     said = callback("val_acc", target=0.97, mode="max", batch_sizes=[64, 16], max_epochs=20)._wish
-    assert (said.monitor, said.target, said.mode, said.batch_sizes, said.max_epochs) == (
-        *("val_acc", 0.97, "max"),
-        *((16, 64), 20),
-    )
-    assert said == callback(monitor="val_acc", target=0.97, mode="max", batch_sizes=(16, 64), max_epochs=20)._wish
+    fields = {"target_metric": 0.97, "higher_is_better_metric": True, "batch_sizes": (16, 64), "max_epochs": 20}
+    assert (said.monitor, said.fields) == ("val_acc", fields)
+    same = callback(monitor="val_acc", target=0.97, mode="max", batch_sizes=(16, 64), max_epochs=20)._wish
+    assert vars(said) == vars(same)
     for job in (JOB, dict(JOB)):
         said = callback(job, "val_acc")._wish
         assert (said.job, said.monitor) == (JOB, "val_acc")

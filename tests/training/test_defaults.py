@@ -236,21 +236,21 @@ def test_complete_job_is_used_unchanged() -> None:
 
 
 def test_fields_absent_from_a_mapping_are_read_from_the_training() -> None:
-    wish = {"monitor": "val_acc", "target": 0.9, "job_id": None, "mode": None, "batch_sizes": None}
-    said = {**wish, "max_epochs": None, "confirm": None}
+    said = {"monitor": "val_acc", "target": 0.9}
     plain = planned(JobWish(monitor="val_acc", target=0.9), FACTS)
-    taken = planned(JobWish.of({"eta_knob": 0, "controls": "off"}, **said), FACTS)
+    taken = planned(JobWish({"eta_knob": 0, "controls": "off"}, **said), FACTS)
     assert taken.job == plain.job.model_copy(update={"eta_knob": 0.0, "controls": 0.0})
     assert (plain.guessed - taken.guessed, plain.follows - taken.follows) == ({"eta_knob", "controls"},) * 2
-    other = JobWish.of({"max_epochs": 5, "higher_is_better_metric": False, "batch_sizes": [8, 16]}, **said)
-    assert (other.max_epochs, other.mode, other.batch_sizes, other.fields) == (5, "min", (8, 16), {})
+    other = JobWish({"max_epochs": 5, "higher_is_better_metric": False, "batch_sizes": [8, 16]}, **said)
+    given = {"max_epochs": 5, "higher_is_better_metric": False, "batch_sizes": (8, 16)}
+    assert other.fields == {**given, "target_metric": 0.9}
     for fields, problem in (
         ({"eta_knob": 2}, "eta_knob: Input should be less than or equal to 1"),
         ({"eta_nob": 1}, "did you mean 'eta_knob'"),
         ({"target_metric": 0.8}, "job= and target= say the same"),
     ):
         with pytest.raises(ZeusBSOConfigError, match=problem):
-            JobWish.of(fields, **said)
+            JobWish(fields, **said)
 
 
 def test_single_size_is_pinned() -> None:

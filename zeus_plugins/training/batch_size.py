@@ -99,7 +99,7 @@ class BatchSizeArguments:
                 f"monitor is {monitor!r}: give the name by which the target's metric is logged, {name}('val_acc', …). "
                 f"A trainer takes such an object, callbacks=[{name}('val_acc', …)], not the class"
             )
-        self._wish = JobWish.of(
+        self._wish = JobWish(
             job,
             monitor=monitor,
             target=target,

@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal, cast
 
@@ -57,76 +57,65 @@ _FIELDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class JobWish:
-    """A job as its user describes it: the whole `job`, or parts of it.
+    """A job as its user describes it: the whole `job`, or the `fields` of the job that the user has set.
 
-    The attributes are arguments of the batch-size callbacks (`BatchSizeArguments`), and `fields` are the job's fields
-    that no other argument sets. Raises `ZeusBSOConfigError` if
-    both a `job` and parts of one are given, or if a value is invalid.
+    The arguments are those of the batch-size callbacks (`BatchSizeArguments`); a mapping as `job` may leave out fields.
+    Raises `ZeusBSOConfigError` if a field is given twice, or if a value is invalid.
     """
 
-    job: JobSpec | None = None
-    monitor: str = ""
-    target: float | None = None
-    job_id: str | None = None
-    mode: Literal["max", "min"] | None = None
-    batch_sizes: tuple[int, ...] | None = None
-    max_epochs: int | None = None
-    confirm: int | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, job: JobSpec | Mapping[str, Any] | str | None, **said: Any) -> JobWish:
-        """Return the wish for the arguments of a callback; a mapping may leave out fields, which are then guessed."""
-        required = {name for name, each in JobSpec.model_fields.items() if each.is_required()}
-        if not isinstance(job, Mapping) or required <= job.keys():
-            return cls(job=None if job is None else as_job(job), **said)
-        sizes = checked_sizes(job["batch_sizes"]) if "batch_sizes" in job else (job.get("default_batch_size", 1),)
-        missing = {"job_id_prefix": job.get("job_id", "job"), "batch_sizes": sizes, "default_batch_size": sizes[0]}
-        checked = as_job({**missing, **job})
-        fields = {name: getattr(checked, name) for name in job}
-        given = {argument: fields.pop(name) for argument, name in _FIELDS.items() if name in fields}
-        if "mode" in given:
-            given["mode"] = "max" if given["mode"] else "min"
-        twice = [f"{name}=" for name in given if said[name] is not None]
-        if twice:
-            raise ZeusBSOConfigError(f"job= and {', '.join(twice)} say the same: leave one out")
-        return cls(**{**said, **given}, fields=fields)
-
-    def __post_init__(self) -> None:
-        twice = [f"{name}= as JobSpec({_FIELDS[name]}=…)" for name in self._said]
-        if self.job is not None and twice:
-            raise ZeusBSOConfigError(f"there is a job= already: say {', '.join(twice)}")
-        if self.mode not in ("max", "min", None):
+    def __init__(
+        self,
+        job: JobSpec | Mapping[str, Any] | str | None = None,
+        *,
+        monitor: str = "",
+        target: float | None = None,
+        job_id: str | None = None,
+        mode: Literal["max", "min"] | None = None,
+        batch_sizes: tuple[int, ...] | None = None,
+        max_epochs: int | None = None,
+        confirm: int | None = None,
+    ) -> None:
+        if mode not in ("max", "min", None):
             raise ZeusBSOConfigError(
-                f"mode is {self.mode!r}: say 'max' if the metric rises as the model improves, or 'min' if it falls"
+                f"mode is {mode!r}: say 'max' if the metric rises as the model improves, or 'min' if it falls"
             )
-        check_number("target", self.target)
-        check_job_id(self.job_id)
-        check_count("max_epochs", self.max_epochs)
-        check_count("confirm", self.confirm)
-
-    @property
-    def _said(self) -> list[str]:
-        return [name for name in _FIELDS if getattr(self, name) is not None]
-
-    @property
-    def said_fields(self) -> frozenset[str]:
-        """The names of the job's fields that the user has set, unless the user describes a whole `job`."""
-        return frozenset(_FIELDS[name] for name in self._said) | self.fields.keys()
+        check_number("target", target)
+        check_job_id(job_id)
+        check_count("max_epochs", max_epochs)
+        check_count("confirm", confirm)
+        values = (target, job_id, None if mode is None else mode == "max", batch_sizes, max_epochs, confirm)
+        said = {name: value for name, value in zip(_FIELDS, values, strict=True) if value is not None}
+        required = {name for name, each in JobSpec.model_fields.items() if each.is_required()}
+        parts = job if isinstance(job, Mapping) and not required <= job.keys() else None
+        self.monitor = monitor
+        self.job = None if job is None or parts is not None else as_job(job)
+        if self.job is not None and said:
+            twice = ", ".join(f"{name}= as JobSpec({_FIELDS[name]}=…)" for name in said)
+            raise ZeusBSOConfigError(f"there is a job= already: say {twice}")
+        if twice := ", ".join(f"{name}=" for name in said if _FIELDS[name] in (parts or ())):
+            raise ZeusBSOConfigError(f"job= and {twice} say the same: leave one out")
+        self.fields = _checked_parts(parts or {}) | {_FIELDS[name]: value for name, value in said.items()}
 
     @property
     def said_epochs(self) -> int:
         """The user's number of epochs, which the trainer must be able to train; 0 if the user has given none."""
-        return (self.max_epochs or 0) if self.job is None else self.job.max_epochs
+        return int(self.fields.get("max_epochs", 0)) if self.job is None else self.job.max_epochs
 
     @property
     def said_higher(self) -> bool | None:
         """True if the user has said that higher is better, False for lower, None if the user has said neither."""
         if self.job is None:
-            return None if self.mode is None else self.mode == "max"
+            return self.fields.get("higher_is_better_metric")
         return self.job.higher_is_better_metric if "higher_is_better_metric" in self.job.model_fields_set else None
+
+
+def _checked_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these fields of a job as a `JobSpec` holds them."""
+    sizes = checked_sizes(parts["batch_sizes"]) if "batch_sizes" in parts else (parts.get("default_batch_size", 1),)
+    missing = {"job_id_prefix": parts.get("job_id", "job"), "batch_sizes": sizes, "default_batch_size": sizes[0]}
+    checked = as_job({**missing, **parts})
+    return {name: getattr(checked, name) for name in parts}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,32 +317,28 @@ def planned(
         )
     own = facts.step_size
     check_size(own)
-    said_sizes, default = wish.batch_sizes, wish.fields.get("default_batch_size", own)
+    said_sizes, default = wish.fields.get("batch_sizes"), wish.fields.get("default_batch_size", own)
     if said_sizes is not None and len(said_sizes) == 1:
         (default,) = said_sizes  # pinned: there is nothing to choose
     sizes = {default, *(said_sizes or _sizes(own, facts, check_size))}
-    optional = {"max_epochs": wish.max_epochs or facts.max_epochs, "confirm": wish.confirm}
     # The Hugging Face Trainer lets its users leave out the prefix of a metric.
     named = [facts.script, facts.model, wish.monitor.removeprefix(EVALUATION_PREFIX)]
-    if wish.target is not None:
-        named.append(f"{'minus' if wish.target < 0 else ''}{abs(float(wish.target))!r}".removesuffix(".0"))
+    target = wish.fields.get("target_metric")
+    if target is not None:
+        named.append(f"{'minus' if target < 0 else ''}{abs(float(target))!r}".removesuffix(".0"))
     if higher is not is_higher_better(wish.monitor):
         named.append("max" if higher else "min")
-    prefix = _slug(*named)
     guess = {
-        "job_id_prefix": wish.job_id or prefix,
-        "job_id": wish.job_id,
-        "batch_sizes": sorted(sizes),
-        "default_batch_size": default,
-        "target_metric": wish.target,
+        "job_id_prefix": wish.fields.get("job_id") or _slug(*named),
+        "target_metric": None,
         "higher_is_better_metric": higher,
-        **{name: value for name, value in optional.items() if value is not None},
+        **({} if facts.max_epochs is None else {"max_epochs": facts.max_epochs}),
     }
     return JobPlan(
-        job=as_job({**guess, **wish.fields}),
+        job=as_job({**guess, **wish.fields, "batch_sizes": sorted(sizes), "default_batch_size": default}),
         # If this run states no target, the registered job keeps its own target.
         guessed=frozenset(JobSpec.model_fields)
-        - wish.said_fields
+        - wish.fields.keys()
         - ({"target_metric"} if default == own else {"target_metric", "default_batch_size"}),
         monitor=wish.monitor,
         warning=warning,
