@@ -37,13 +37,12 @@ def test_money_and_co2_follow_the_stated_rates() -> None:
     assert Rates({}).of(2 * KWH, 10.0) == {}
 
 
-def test_rate_of_a_window_is_the_mean_of_rows_by_time(tmp_path: Path) -> None:
+def test_rate_in_the_middle_of_a_window_counts(tmp_path: Path) -> None:
     rows = "2026-11-25 12:00,500\n2026-11-25 10:00,300\n2026-11-25 11:00,400\n"
     rates = Rates({"ZEUS_CO2_G_PER_KWH": table(tmp_path, f"\ufefftime,CO2 in g\n{rows}")}, at(10))
     assert rates.of(KWH, 60.0, at(10, 30)) == {"co2_g": 300.0}
-    # A quarter of the time at 300, half at 400, a quarter at 500.
-    assert rates.of(KWH, 7200.0, at(12, 30))["co2_g"] == pytest.approx(400.0)
-    assert rates.of(2 * KWH, 3600.0, at(11, 45))["co2_g"] == pytest.approx(2 * (300 / 4 + 400 * 3 / 4))
+    assert rates.of(KWH, 7200.0, at(12, 30)) == {"co2_g": 400.0}
+    assert rates.of(2 * KWH, 3600.0, at(11, 15)) == {"co2_g": 600.0}
 
 
 def test_own_table_states_offsets_or_utc(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 
 from zeus_plugins.energy.monitor import warn_once
@@ -22,7 +21,7 @@ _COLUMNS = {"money": "price", "co2_g": "co2"}
 
 
 class Rates:
-    """The stated price and CO2 intensity of energy. Of a table, the rate is its mean over the time.
+    """The stated price and CO2 intensity of energy. Of a table, the rate in the middle of a window counts.
 
     Args:
         environ: Environment variables. None: the process's.
@@ -53,7 +52,7 @@ class Rates:
         ended_s = time.time() if ended_s is None else ended_s
         kwh = energy_j / JOULES_PER_KWH
         return {
-            name: kwh * (rate.mean(ended_s - time_s, ended_s) if isinstance(rate, RateTable) else rate)
+            name: kwh * (rate.at(ended_s - time_s / 2) if isinstance(rate, RateTable) else rate)
             for name, rate in self._rates.items()
         }
 
@@ -88,17 +87,11 @@ class RateTable:
             span = " to ".join(f"{datetime.fromtimestamp(each, UTC):%Y-%m-%d %H:%M}" for each in span_s)
             raise ZeusBSOConfigError(f"{self._place} has rates for {span} UTC, but none for now: get a newer table")
 
-    def mean(self, begun_s: float, ended_s: float) -> float:
-        """Return the mean rate between two times; after the table's end, use its last rate and log a warning."""
-        if ended_s > self._end_s:
+    def at(self, time_s: float) -> float:
+        """Return the rate at a time; after the table's end, return its last rate and log a warning."""
+        if time_s > self._end_s:
             warn_once(f"{self._place} has ended: its last rate counts from now on")
-        first, last = (max(0, bisect_right(self._begins_s, each) - 1) for each in (begun_s, ended_s))
-        if first == last:
-            return self._per_kwh[first]
-        edges_s = [begun_s, *self._begins_s[first + 1 : last + 1], ended_s]
-        shares_s = [after - before for before, after in pairwise(edges_s)]
-        weighted = zip(shares_s, self._per_kwh[first : last + 1], strict=True)
-        return sum(share_s * per_kwh for share_s, per_kwh in weighted) / (ended_s - begun_s)
+        return self._per_kwh[max(0, bisect_right(self._begins_s, time_s) - 1)]
 
     def _rows(self, reader: csv.DictReader[str], column: str) -> Iterator[tuple[float, float]]:
         """Yield the begin and the rate of each row; a time without an offset is UTC."""
