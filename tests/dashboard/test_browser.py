@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +12,7 @@ import pytest
 from tests.support import dashboards
 from tests.support.jobs import job
 from tests.support.screenshots import browser_path
-from tests.support.servers import ServerProcess, free_port
+from tests.support.servers import ServerProcess
 from tests.support.tokens import bearer, make_token
 from tests.support.wire import begin
 
@@ -345,40 +342,3 @@ def test_hidden_tab_sends_no_requests(tab: Tab) -> None:
     assert len(tab.asked) == before
     with page.expect_request(lambda _: True):
         page.evaluate(f"{hide % 'false'}; document.dispatchEvent(new Event('visibilitychange'))")
-
-
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
-def test_pages_work_behind_proxy_below_path(browser: Any, server: ServerProcess, token: str, tmp_path: Path) -> None:
-    http, trial = begun(server, token)
-    report(http, trial, 1)
-    port = free_port()
-    (tmp_path / "nginx.conf").write_text(
-        f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log; events {{}}\n"
-        f"http {{ access_log off; client_body_temp_path {tmp_path}/body; proxy_temp_path {tmp_path}/proxy;\n"
-        f"fastcgi_temp_path {tmp_path}/f; uwsgi_temp_path {tmp_path}/u; scgi_temp_path {tmp_path}/s;\n"
-        f"server {{ listen 127.0.0.1:{port}; location /zeus/bso/ {{ proxy_pass {server.url}/;\n"
-        f"proxy_set_header Host $http_host; }} }} }}\n"
-    )
-    command = ["nginx", "-c", str(tmp_path / "nginx.conf"), "-p", str(tmp_path)]
-    with subprocess.Popen(command) as proxy:
-        try:
-            prefix = f"http://127.0.0.1:{port}/zeus/bso"
-            with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as asking:
-                asking.get(f"{prefix}/health/live").raise_for_status()
-            tab = Tab(browser, prefix, http_credentials=as_password(token))
-            page = tab.open()
-            page.click("text=job-live")
-            page.wait_for_url("**/zeus/bso/ui/jobs/job-live")
-            page.click("#run-1")
-            page.wait_for_url("**/trials/1")
-            report(http, trial, 2)
-            page.wait_for_selector("h1:has-text('0.2 after 2')")
-            page.click("#theme")
-            page.click(".home")
-            page.wait_for_url(f"{prefix}/ui/")
-            assert page.get_attribute("html", "data-theme") == "dark"
-            without_refusals(tab)
-            tab.close()
-        finally:
-            proxy.terminate()
-            http.close()

@@ -17,23 +17,17 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import text
-from sqlalchemy.engine import make_url
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from bso_server.core.access import Scope
 from bso_server.errors import JobConflictError
-from bso_server.service.reading import JobReader
 from bso_server.service.tokens import Tokens
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
-from bso_server.storage.transaction import Transaction
-from tests.support.databases import END_SESSION, MYSQL, MYSQL_URL, POSTGRES_URL, POSTGRESQL, administer, end_sessions
+from tests.support.databases import MYSQL, POSTGRESQL, end_sessions
 from tests.support.exports import export_over, import_lines, renamed
 from tests.support.jobs import job
 from tests.support.relay import Relay, relay_to
 from tests.support.servers import ServerProcess
-from tests.support.service import open_store
 from tests.support.wire import assert_refused, begin, reached
 
 # A SQLite file has no connection to lose.
@@ -227,40 +221,6 @@ def test_terminated_sessions_fail_no_request(
     states = [trial["state"] for trial in http.get("/api/jobs/cut").raise_for_status().json()["trials"]]
     assert states == ["completed"] * len(trials)
     assert "Traceback" not in relayed_server.log.read_text()
-
-
-async def until_none_is_left(url: str, sessions: set[int]) -> None:
-    """Wait until the sessions, which have been terminated, have ended."""
-    table = "pg_stat_activity WHERE pid" if url.startswith("postgresql") else "information_schema.processlist WHERE id"
-    left = text(f"SELECT count(*) FROM {table} IN ({', '.join(map(str, sessions))})")  # noqa: S608 - numbers
-    engine = create_async_engine(url, isolation_level="AUTOCOMMIT")
-    try:
-        async with asyncio.timeout(60), engine.connect() as connection:
-            while await connection.scalar(left):
-                await asyncio.sleep(0.01)
-    finally:
-        await engine.dispose()
-
-
-async def end_two_idle_sessions(store: Store, database_url: str) -> None:
-    kind = make_url(database_url).get_backend_name()
-    own = "SELECT pg_backend_pid()" if kind == "postgresql" else "SELECT connection_id()"
-
-    def session(transaction: Transaction) -> int:
-        number: int = transaction.connection.exec_driver_sql(own).scalar_one()
-        return number
-
-    ended = set(await asyncio.gather(store.read(session), store.read(session)))
-    assert len(ended) == 2
-    url = POSTGRES_URL if kind == "postgresql" else MYSQL_URL
-    await asyncio.gather(*(asyncio.to_thread(administer, url, END_SESSION[kind].format(number)) for number in ended))
-    await until_none_is_left(url, ended)
-
-
-async def test_server_with_terminated_idle_connections_is_ready(database_url: str) -> None:
-    async with open_store(database_url) as store:
-        await end_two_idle_sessions(store, database_url)
-        await JobReader(store).check_ready()
 
 
 def test_request_waits_for_a_returning_database(http: httpx.Client, relay: Relay) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import subprocess
@@ -15,23 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import httpx
 import pytest
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.chaos.client import BoundedClient, DoneError
 from tests.chaos.evidence import check_job, check_numbers
 from tests.chaos.jobs import jobs
-from tests.support.jobs import job
-from tests.support.outage_training import EPOCHS, job_of, plain
 from tests.support.servers import ServerProcess, free_port
 from tests.support.service import in_store
-from tests.support.wire import OURS, begin, report
-from zeus_plugins.cli import main
-from zeus_plugins.client.http import BsoClient
-from zeus_plugins.client.outbox import Outbox
-from zeus_plugins.protocol import TrialState
 
 # --- Temporary PostgreSQL clusters ------------------------------------------------------------------------------------
 
@@ -87,8 +76,8 @@ def programs() -> Path:
 
 
 @contextmanager
-def primary_and_standby(*, synchronous: bool) -> Iterator[tuple[Cluster, Cluster]]:
-    """Two running clusters; a synchronous primary acknowledges a commit after the standby has stored it."""
+def primary_and_standby() -> Iterator[tuple[Cluster, Cluster]]:
+    """Two running clusters; the primary acknowledges a commit after the standby has stored it."""
     where = programs()
     # Outside pytest's folder, which only root can traverse.
     with TemporaryDirectory() as folder:
@@ -96,7 +85,7 @@ def primary_and_standby(*, synchronous: bool) -> Iterator[tuple[Cluster, Cluster
             shutil.chown(folder, _OWNER, _OWNER)
         primary = Cluster(Path(folder, "primary"), free_port(), where)
         primary.run("initdb", "--no-sync", "--auth=trust", f"--username={_OWNER}", "--pgdata", primary.folder)
-        primary.configure(f"synchronous_standby_names = '{'*' if synchronous else ''}'")
+        primary.configure("synchronous_standby_names = '*'")
         clusters = [primary]
         try:
             primary.control("start")
@@ -136,7 +125,7 @@ def serving(primary: Cluster, standby: Cluster, folder: Path) -> Iterator[Server
 def test_promoted_synchronous_standby_has_everything_acknowledged(tmp_path: Path) -> None:
     answers: list[dict[str, Any]] = []
     with (
-        primary_and_standby(synchronous=True) as (primary, standby),
+        primary_and_standby() as (primary, standby),
         serving(primary, standby, tmp_path) as server,
         ThreadPoolExecutor(CLIENTS) as pool,
     ):
@@ -160,70 +149,3 @@ def test_promoted_synchronous_standby_has_everything_acknowledged(tmp_path: Path
 
         in_store(standby.url, lambda store: store.read(check))
         assert "Traceback" not in server.log.read_text()
-
-
-def test_absent_synchronous_standby_prevents_acknowledgements(tmp_path: Path) -> None:
-    with (
-        primary_and_standby(synchronous=True) as (primary, standby),
-        serving(primary, standby, tmp_path) as server,
-        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http,
-    ):
-        trial = begin(http, http.post("/jobs", json=job()).raise_for_status().json()["job_id"])
-        totals = {"time": 1, "energy": 100, "metric": 0.5, "current_epoch": 1}
-        standby.control("stop")
-        # At the second request, the primary has committed the first attempt locally.
-        assert [report(http, trial, **totals, **OURS).status_code for _ in range(2)] == [503, 503]
-        assert http.get("/health/ready").status_code == 503
-        standby.control("start")
-        assert report(http, trial, **totals, **OURS).status_code == 200
-
-
-def test_promoted_asynchronous_standby_lacks_unreceived_transactions(
-    state_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ZEUS_BSO_TIMEOUT_S", "4")
-    outbox = Outbox(state_directory / "outbox")
-    with primary_and_standby(synchronous=False) as (primary, standby), serving(primary, standby, tmp_path) as server:
-
-        def older(point: str) -> None:
-            if point == "epoch 3":
-                wait_until_received(primary)
-                standby.control("stop")
-            elif point == "epoch 4":
-                assert plain(server.url, job_of("newer"), newer)["epochs"] == EPOCHS
-
-        def newer(point: str) -> None:
-            if point == "epoch 2":
-                primary.kill()
-
-        assert plain(server.url, job_of("older"), older)["epochs"] == EPOCHS
-        assert len(outbox.waiting()) == 2
-
-        standby.control("start")
-        standby.control("promote")
-        with BsoClient(server.url) as client:
-            (known,) = client.list_jobs().jobs
-            assert known.job_id == "older"
-            main(["sync"])
-            (trial,) = client.show_job("older").trials
-            assert (trial.state, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, EPOCHS, 10 * EPOCHS)
-        assert outbox.waiting() == []
-        kept = httpx.get(f"{server.url}/api/jobs/older/trials/1/epochs").json()["epochs"]
-        assert [each["epoch"] for each in kept] == [1, 2, 4]
-        assert len(list((state_directory / "outbox").glob("newer*.refused"))) == 1
-        # The next run registers the lost job again.
-        assert plain(server.url, job_of("newer"), lambda _: None)["epochs"] == EPOCHS
-
-
-def wait_until_received(primary: Cluster) -> None:
-    """Wait until the standby has received everything that the primary has written."""
-    lag = "SELECT bool_and(flush_lsn >= pg_current_wal_lsn()) FROM pg_stat_replication"
-
-    async def run() -> None:
-        engine = create_async_engine(primary.url)
-        async with asyncio.timeout(PATIENCE_S), engine.connect() as connection:
-            while not (await connection.execute(text(lag))).scalar():
-                await asyncio.sleep(0.05)
-        await engine.dispose()
-
-    asyncio.run(run())

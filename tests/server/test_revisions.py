@@ -251,28 +251,6 @@ async def test_after_a_change_of_gpus_epochs_count_and_costs_do_not(store: Store
     assert await server.differences() == []
 
 
-async def test_after_a_change_of_scaling_only_runs_at_the_default_count(store: Store) -> None:
-    bso = await new_job(store, policy=ZEUS)
-    default = await bso.suggest()
-    await bso.reach(default)
-    other = await bso.suggest()
-    await bso.reach(other)
-    running = await bso.suggest()
-    await revise(bso, scaling="rate auto")
-    view = await bso.show()
-    found = {trial.trial_number: trial.state for trial in view.trials}
-    assert found == {1: TrialState.COMPLETED, 2: TrialState.WITHDRAWN, 3: TrialState.RUNNING}
-    assert [arm.batch_size for arm in view.arms if arm.mean_cost_j is not None] == [default.batch_size]
-    await bso.reach(running)
-    (revision,) = view.revisions
-    assert revision.in_words == (
-        "rates and steps now follow the batch size by 'rate auto': other runs count at the default size only"
-    )
-    # A client that knows no scaling, such as Zeus's, changes nothing.
-    assert (await revise(bso, scaling=None)).scaling == "rate auto"
-    assert (await bso.show()).revisions == (revision,)
-
-
 async def test_changed_power_limit_of_the_same_gpus_keeps_the_costs(bso: JobService) -> None:
     await bso.reach(await bso.suggest(), 500.0)
     await revise(bso, max_power=200.0)

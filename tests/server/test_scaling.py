@@ -34,6 +34,12 @@ async def test_two_rules_in_turn_leave_each_other_their_runs(store: Store, polic
     first = (await bso.show()).trials[1]
     await revise(bso, scaling="rate linear")
     assert await states(bso) == [TrialState.COMPLETED, TrialState.WITHDRAWN]
+    # A client that knows no scaling, such as Zeus's, changes nothing.
+    assert (await revise(bso, scaling=None)).scaling == "rate linear"
+    (revision,) = (await bso.show()).revisions
+    assert revision.in_words == (
+        "rates and steps now follow the batch size by 'rate linear': other runs count at the default size only"
+    )
     await bso.reach(await bso.suggest())
     for scaling, second, third in [
         ("rate auto", TrialState.COMPLETED, TrialState.WITHDRAWN),

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import httpx
 import pytest
 
 from bso_server.cli import main
 from bso_server.settings import Settings, secret
-from tests.support import warm
-from tests.support.servers import NEEDED, free_port, wait_until_up
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.environment import access_token
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -96,24 +93,11 @@ def test_empty_file_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("argument", [False, True], ids=["file", "argument before a file"])
-def test_argument_or_file_names_the_database(folder: Path, argument: bool) -> None:
-    port, log = free_port(), folder / "log"
+def test_argument_or_file_names_the_database(folder: Path, monkeypatch: pytest.MonkeyPatch, argument: bool) -> None:
     url = held(folder / "url", f"sqlite:///{folder / 'of_file.sqlite3'}\n")
-    environ = {**os.environ, "ZEUS_BSO_DATABASE_URL_FILE": "absent" if argument else url}
+    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL_FILE", "absent" if argument else url)
     named = ["--database-url", f"sqlite:///{folder / 'of_argument.sqlite3'}"] if argument else []
-    process = warm.start(
-        *("bso_server", "serve", "--port", str(port), *named),
-        modules=NEEDED,
-        output=log,
-        environ=environ,
-        folder=folder,
-    )
-    try:
-        wait_until_up(process, f"http://127.0.0.1:{port}", log)
-        assert httpx.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200
-    finally:
-        process.terminate()
-        process.wait()
+    assert main(["db", "upgrade", *named]) == 0
     assert (folder / f"of_{'argument' if argument else 'file'}.sqlite3").exists()
 
 

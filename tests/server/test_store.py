@@ -24,10 +24,8 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, event
 
 from bso_server.core.model import TrialRecord, changed
-from bso_server.errors import DatabaseNotReadyError
 from bso_server.service.commands import BatchSizeService
 from bso_server.storage.database import open_database
-from bso_server.storage.faults import JobExistsError
 from bso_server.storage.queries import jobs_page
 from bso_server.storage.rows import TRIAL_AT_REPORT
 from bso_server.storage.sqlite import SqliteDatabase
@@ -72,45 +70,12 @@ async def test_migrations_create_the_tables_expected_by_the_code(store: Store) -
     assert await store._database.transact(differences, read_only=True, timeout_s=60.0) == []
 
 
-async def test_empty_database_is_not_ready(tmp_path: Path) -> None:
-    store = Store(open_database(f"sqlite:///{tmp_path / 'empty.sqlite3'}", patience_s=60.0), patience_s=60.0)
-    try:
-        with pytest.raises(DatabaseNotReadyError, match="bso-server db upgrade"):
-            await store.check_schema()
-    finally:
-        await store.close()
-
-
-async def test_several_trials_are_saved_with_separate_values(store: Store) -> None:
-    def save(transaction: Transaction) -> None:
-        before = transaction.all_trials("several")
-        transaction.update_trials([replace(trial, message=f"new {trial.trial_number}") for trial in before])
-
-    await store.write(Transaction.insert_job, registration("several"), NOW)
-    added = [begun("several", number, NOW) for number in (1, 2, 3)]
-    await store.write(Transaction.insert_trials, added)
-    await store.write(save)
-    after = await store.read(Transaction.all_trials, "several")
-    assert after == [replace(trial, message=f"new {trial.trial_number}") for trial in added]
-
-
 def test_changed_copy_of_a_record_differs_only_in_the_given_fields() -> None:
     trial = begun("copied", 1, NOW)
     assert changed(trial, metric=0.5, report_count=1) == replace(trial, metric=0.5, report_count=1)
     assert trial.metric is None
     with pytest.raises(TypeError, match="TrialRecord has no field mertic"):
         changed(trial, mertic=0.5)
-
-
-async def test_raising_work_leaves_nothing(store: Store) -> None:
-    def collide(transaction: Transaction) -> None:
-        for job_id in ("undone", "taken"):
-            transaction.insert_job(registration(job_id), NOW)
-
-    await store.write(Transaction.insert_job, registration("taken"), NOW)
-    with pytest.raises(JobExistsError):
-        await store.write(collide)
-    assert await store.read(Transaction.job, "undone") is None
 
 
 async def test_rows_are_ordered(store: Store) -> None:

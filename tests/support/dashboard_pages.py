@@ -41,7 +41,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = {name: value or "" for name, value in attrs}
         self.attributes += [(tag, name) for name in found]
-        self.links += [found[name] for name in ("href", "src", "action") if name in found]
+        self.links += [found[name] for name in ("href", "src", "action", "data-root") if name in found]
         self.ids += [found["id"]] if "id" in found else []
         if tag == "data":
             self._figure = found["value"], found["data-of"]
