@@ -43,7 +43,7 @@ from benchmarks.driver import (
     Tally,
 )
 from benchmarks.processes import BenchmarkError, Target, bso_server, serving_bso
-from bso_server.settings import Settings
+from bso_server.core.job import LeasePolicy
 from bso_server.storage.tables import metadata
 from zeus_plugins.protocol import TrialId
 
@@ -81,7 +81,7 @@ class Fleet:
     per_job: int = 10
     epochs: int = 20
     epoch_s: float = 300.0
-    heartbeat_s: float = Settings.model_fields["heartbeat_interval_s"].default
+    heartbeat_s: float = LeasePolicy().heartbeat_interval_s
 
 
 @dataclass(frozen=True, slots=True)

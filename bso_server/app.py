@@ -16,7 +16,7 @@ from litestar.openapi.spec import Components, SecurityScheme
 from bso_server.api import HANDLERS
 from bso_server.api.admin import metrics_route
 from bso_server.api.auth import AccessControl, RefusalLog
-from bso_server.api.bodies import BodyRequest
+from bso_server.api.bodies import MAX_BODY_BYTES, BodyRequest
 from bso_server.api.dashboard import PAGES, JobPages, home, refused_route
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.openapi import OpenApiDocument
@@ -50,7 +50,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
 
     metrics = Metrics(TotalsReader(store).read, settings.metrics_jobs)
     store.listener = metrics.hear
-    service = BatchSizeService(store, Commands(leases=settings.leases, crash_retries=settings.crash_retries))
+    service = BatchSizeService(store, Commands(leases=settings.leases))
     tokens = Tokens(store)
     allowed_hosts = parts(settings.allowed_hosts)
     authenticator = Authenticator(tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts)
@@ -85,7 +85,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
             ),
         ],
         request_class=BodyRequest,
-        request_max_body_size=settings.max_body_bytes,
+        request_max_body_size=MAX_BODY_BYTES,
         exception_handlers={**EXCEPTION_HANDLERS, HTTPException: refused_route},
         after_exception=[RefusalLog(listener=store.listener).note],
         lifespan=[lifespan],

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from platformdirs import user_data_path
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from bso_server.core.access import SingleSignOn
@@ -28,7 +28,10 @@ _LEASES = LeasePolicy()
 
 # Fields of earlier versions, each with what to do instead.
 _REMOVED = {
+    "crash_retries": "a batch size that has never completed a run is excluded after three crashes",
     "echo_sql": "log_statement of PostgreSQL, or general_log of MariaDB, logs the statements",
+    "heartbeat_interval_s": "trainings send six heartbeats in ZEUS_BSO_HEARTBEAT_LEASE_S",
+    "max_body_bytes": "a request has at most 1 MiB; a proxy can limit it further",
     "pue": "multiply ZEUS_BSO_PRICE_PER_KWH and ZEUS_BSO_CARBON_G_PER_KWH by it",
     "rate_limit_per_minute": "limit the requests of an address in the proxy, such as by limit_req of nginx",
     "sso_admins": "single sign-on is for reading the pages; bso-server token makes and revokes tokens",
@@ -56,11 +59,9 @@ class Settings(BaseSettings):
         server_port: Port to listen on.
         log_level: Lowest level that is logged.
         log_format: Format of log lines, text or JSON.
-        crash_retries: Crashes after which the server excludes a batch size that has never completed a run.
         reap_interval_s: Seconds between two searches for expired trials.
-        heartbeat_interval_s: Seconds between two heartbeats of a training.
-        heartbeat_lease_s: Seconds without a heartbeat after which a training with heartbeats counts as abandoned; must
-            exceed the interval.
+        heartbeat_lease_s: Seconds without a heartbeat after which a training with heartbeats counts as abandoned. It
+            sends one in each sixth of this time.
         silent_lease_s: Seconds without a report after which a training without heartbeats counts as abandoned; at least
             five times its longest epoch.
         suspended_lease_s: Seconds in which a preempted training must resume.
@@ -70,7 +71,6 @@ class Settings(BaseSettings):
         sso_proxies: Addresses or networks of proxies that authenticate the readers of the pages, separated by commas;
             None: no header names a user.
         sso_header: Header in which such a proxy names its user, who may read the pages.
-        max_body_bytes: Maximum size of a request body, in bytes.
         read_timeout_s: Seconds in which a client must send the head of a request, and the same time again for its body.
         price_per_kwh: Price of a kilowatt-hour for the dashboard; None: it shows no money.
         currency: Currency of the price, such as ``EUR``.
@@ -94,10 +94,7 @@ class Settings(BaseSettings):
     server_port: Annotated[int, Field(ge=1, le=65535)] = 8000
     log_level: Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG"] = "INFO"
     log_format: Literal["text", "json"] = "text"
-    crash_retries: Annotated[int, Field(ge=1)] = 3
     reap_interval_s: Annotated[float, Field(gt=0)] = 60.0
-    # This field precedes the lease, because the lease's validator sees only the fields before it.
-    heartbeat_interval_s: Lease = _LEASES.heartbeat_interval_s
     heartbeat_lease_s: Lease = _LEASES.heartbeat_lease_s
     silent_lease_s: Lease = _LEASES.silent_lease_s
     suspended_lease_s: Lease = _LEASES.suspended_lease_s
@@ -105,7 +102,6 @@ class Settings(BaseSettings):
     allowed_hosts: Annotated[str, Field(min_length=1)] = "*"
     sso_proxies: str | None = None
     sso_header: Annotated[str, Field(pattern="^[A-Za-z0-9-]{1,64}$")] = "X-Forwarded-User"
-    max_body_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024
     read_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
     price_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = None
     currency: Annotated[str, Field(max_length=10)] | None = None
@@ -135,7 +131,6 @@ class Settings(BaseSettings):
     def leases(self) -> LeasePolicy:
         """Durations of leases, from the settings."""
         return LeasePolicy(
-            heartbeat_interval_s=self.heartbeat_interval_s,
             heartbeat_lease_s=self.heartbeat_lease_s,
             silent_lease_s=self.silent_lease_s,
             suspended_lease_s=self.suspended_lease_s,
@@ -152,17 +147,6 @@ class Settings(BaseSettings):
     def _are_addresses(cls, proxies: str | None) -> str | None:
         list(map(ip_network, parts(proxies)))
         return proxies
-
-    @field_validator("heartbeat_lease_s")
-    @classmethod
-    def _outlives_a_heartbeat(cls, lease_s: float, others: ValidationInfo) -> float:
-        interval_s = others.data.get("heartbeat_interval_s")
-        if interval_s is not None and lease_s <= interval_s:
-            raise ValueError(
-                f"{lease_s:g} s must be more than {variable_of('heartbeat_interval_s')}, {interval_s:g} s, or every "
-                "training is abandoned between two heartbeats"
-            )
-        return lease_s
 
 
 def variable_of(name: str) -> str:

@@ -12,6 +12,9 @@ from litestar import Request
 from litestar.exceptions import ClientException, HTTPException, SerializationException
 from litestar.types import Receive
 
+MAX_BODY_BYTES = 1024 * 1024
+"""Maximum size of a request body."""
+
 # For each portion of this size, a client gets one more second, so that a large body may come over a slow line.
 _BYTES_PER_S = 16 * 1024
 

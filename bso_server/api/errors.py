@@ -12,6 +12,7 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.openapi.datastructures import ResponseSpec
 
+from bso_server.api.bodies import MAX_BODY_BYTES
 from bso_server.errors import STATUS_OF, BsoError
 from zeus_plugins.protocol import ErrorBody, FieldError, RefusalReason
 
@@ -25,9 +26,7 @@ _HEADERS_OF = {
 
 # Messages that replace Litestar's, which do not say what to change.
 _WORDS_OF = {
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: (
-        "the request's body is larger than this server takes: its setting ZEUS_BSO_MAX_BODY_BYTES says the limit"
-    ),
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: f"the request's body has more than {MAX_BODY_BYTES} bytes: send less",
 }
 
 # The faulty part of a request that is refused before its fields are validated.

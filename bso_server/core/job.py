@@ -77,7 +77,6 @@ class LeasePolicy:
     """Lengths of leases: how long a trial without messages counts as alive.
 
     Attributes:
-        heartbeat_interval_s: Interval between the heartbeats of a training that sends them.
         heartbeat_lease_s: Lease of a training that sends heartbeats, so long that several may be lost.
         silent_lease_s: Shortest lease of a training that only reports, such as a Zeus client's.
         gaps: Factor on the longest time between two reports of such a training; the product is its lease, if it is
@@ -85,11 +84,15 @@ class LeasePolicy:
         suspended_lease_s: Time within which a preempted training may resume.
     """
 
-    heartbeat_interval_s: float = 60.0
     heartbeat_lease_s: float = 360.0
     silent_lease_s: float = 3600.0
     gaps: float = 5.0
     suspended_lease_s: float = 86400.0
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """Interval between the heartbeats of a training that sends them."""
+        return self.heartbeat_lease_s / 6
 
     def lease_s(self, *, heartbeats: bool, longest_gap_s: float) -> float:
         """Return the lease of a running trial in seconds; arguments as in `TrialRecord`."""
@@ -324,7 +327,6 @@ def end_by_training(
     moment: Moment | None = None,
     *,
     earlier: Crashes = NO_CRASHES,
-    retries: int,
 ) -> tuple[AnyJob, TrialRecord]:
     """End a trial whose training ended before the policy stopped it; suspend the trial of a preempted training.
 
@@ -353,7 +355,7 @@ def end_by_training(
     elif _ended_without_target(job, trial, ending):
         state, reason = TrialState.COMPLETED, EndReason.NO_TARGET
         message = f"completed: trained to its end to set the target, with a metric of {trial.metric:.4g}"
-    elif (why := _why_excluded(job.registration, size, ending, earlier, retries)) is not None:
+    elif (why := _why_excluded(job.registration, size, ending, earlier)) is not None:
         state, (reason, message) = TrialState.INFEASIBLE, why
     elif ending.ended_early:
         state, reason = TrialState.FAILED, EndReason.ENDED_EARLY
@@ -372,32 +374,35 @@ def _masked(text: str) -> str:
     return _NUMBER.sub("#", text)
 
 
+# Crashes after which a size is excluded.
+_RETRIES = 3
+
 _Exclusion = tuple[EndReason, str]
 """Cause for which a batch size is not tried again: the end reason of the trial, and the trial's message."""
 
 
-def _after_many_crashes(size: int, happened: str, crashes: Iterable[Crash], retries: int) -> _Exclusion | None:
-    """Exclude a size from its crash number `retries` on; `crashes` are the earlier crashes that count."""
+def _after_many_crashes(size: int, happened: str, crashes: Iterable[Crash]) -> _Exclusion | None:
+    """Exclude a size from its crash number `_RETRIES` on; `crashes` are the earlier crashes that count."""
     count = sum(crash.batch_size == size for crash in crashes) + 1
     words = f"infeasible: {size} {happened} {count} times and is not tried again"
-    return (EndReason.CRASHED, words) if count >= retries else None
+    return (EndReason.CRASHED, words) if count >= _RETRIES else None
 
 
-def _why_excluded(job: CreatedJob, size: int, ending: Ending, earlier: Crashes, retries: int) -> _Exclusion | None:
+def _why_excluded(job: CreatedJob, size: int, ending: Ending, earlier: Crashes) -> _Exclusion | None:
     """Return why a crash excludes its size from further trials; None if the size may be tried again.
 
-    Policy `zeus` excludes a size after `retries` crashes, unless a trial of it was measured to its end. Other policies
-    never exclude a size that has reached the target. They exclude any other size after `retries` crashes, and earlier
-    if the size itself or a neighbouring size has crashed with the same error (with numbers masked).
+    Policy `zeus` excludes a size after three crashes, unless a trial of it was measured to its end. Other policies
+    never exclude a size that has reached the target. They exclude any other size after three crashes, and earlier if
+    the size itself or a neighbouring size has crashed with the same error (with numbers masked).
 
     The fault may also be the script's. So an earlier crash counts only if a trial that began after it was measured to
-    its end. An error that has also occurred at a size that reached the target counts only towards `retries`. Before any
-    size has reached the target, no crash excludes the default.
+    its end. An error that has also occurred at a size that reached the target counts only towards the three crashes.
+    Before any size has reached the target, no crash excludes the default.
     """
     happened, reached = "ended early or crashed" if ending.ended_early else "crashed", earlier.reached
     if job.policy == ZEUS:
         is_able = size in earlier.measured
-        return None if is_able else _after_many_crashes(size, happened, earlier.crashes, retries)
+        return None if is_able else _after_many_crashes(size, happened, earlier.crashes)
     # A revision may have removed the size: then it is not offered again anyway.
     if size in reached or size not in job.batch_sizes or (size == job.default_batch_size and not reached):
         return None
@@ -405,7 +410,7 @@ def _why_excluded(job: CreatedJob, size: int, ending: Ending, earlier: Crashes, 
     error = None if ending.detail is None else f"({_masked(ending.detail)})"
     alike = [crash for crash in earlier.crashes if error is not None and _masked(crash.message).endswith(error)]
     if not reached.isdisjoint(crash.batch_size for crash in alike):
-        return _after_many_crashes(size, happened, crashes, retries)
+        return _after_many_crashes(size, happened, crashes)
     sizes = {crash.batch_size for crash in alike if crash in crashes}
     if size in sizes:
         return EndReason.CRASHED, f"infeasible: {size} {happened} twice in the same way and is not tried again"
@@ -415,7 +420,7 @@ def _why_excluded(job: CreatedJob, size: int, ending: Ending, earlier: Crashes, 
         beyond = "larger" if size > max(reached) else "smaller"
         words = f"{size} crashed like {min(neighbours)}; neither they nor {beyond} sizes are tried again"
         return EndReason.CRASHED_ALIKE, f"infeasible: {words}"
-    return _after_many_crashes(size, happened, crashes, retries)
+    return _after_many_crashes(size, happened, crashes)
 
 
 def _ended_without_target(job: JobState, trial: TrialRecord, ending: Ending) -> bool:
@@ -601,10 +606,10 @@ class InMemoryJob:
         self._keep(trial)
         return trial, verdict
 
-    def end_trial(self, trial_number: int, ending: Ending, *, retries: int) -> TrialRecord:
-        """End a trial in flight that the policy has not stopped; `retries` as in `end_by_training`."""
+    def end_trial(self, trial_number: int, ending: Ending) -> TrialRecord:
+        """End a trial in flight that the policy has not stopped."""
         trial = self._in_flight[trial_number]
-        self.state, trial = end_by_training(self.state, trial, ending, earlier=self._crashes, retries=retries)
+        self.state, trial = end_by_training(self.state, trial, ending, earlier=self._crashes)
         self._keep(trial)
         return trial
 

@@ -99,7 +99,6 @@ class Commands:
 
     Args:
         leases: The lengths of leases.
-        crash_retries: Number of crashes after which a batch size counts as infeasible (`core.job.end_by_training`).
         clock: Returns the present instant, aware.
     """
 
@@ -107,11 +106,9 @@ class Commands:
         self,
         *,
         leases: LeasePolicy | None = None,
-        crash_retries: int = 3,
         clock: Callable[[], datetime] = utc_now,
     ) -> None:
         self._leases = leases or LeasePolicy()
-        self._crash_retries = crash_retries
         self._clock = clock
 
     def registered(
@@ -335,7 +332,7 @@ class Commands:
         if trial.state in FINAL or end.outcome is trial.state:
             return
         earlier = transaction.crashes(end.job_id) if end.outcome is TrialState.FAILED else NO_CRASHES
-        ended = end_by_training(job, trial, end, self.moment(), earlier=earlier, retries=self._crash_retries)
+        ended = end_by_training(job, trial, end, self.moment(), earlier=earlier)
         job, trial = counted(transaction, job, *ended)
         transaction.update_trials([trial])
         if trial.ended_event is not None:

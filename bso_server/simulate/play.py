@@ -21,9 +21,6 @@ from zeus_plugins.protocol import CreatedJob, Ending, StopRule, TrialState
 # Trials without success after which a recurrence is given up.
 _PATIENCE = 20
 
-# Crashes after which a batch size that has never completed a run is excluded; the server's default.
-_CRASH_RETRIES = 3
-
 # The metric is 1 once the target is reached, and 0 before.
 _TARGET = 1.0
 
@@ -252,7 +249,7 @@ class Simulation:
             self._schedule(run, next_epoch if run.crash_epoch is None else min(next_epoch, run.crash_epoch))
             return False
         if not verdict.stop:
-            run.trial = self._playing.end_trial(run.trial.trial_number, Ending(), retries=_CRASH_RETRIES)
+            run.trial = self._playing.end_trial(run.trial.trial_number, Ending())
         cost_j = cost_of(self._job, run.trial)
         self._played.costs_j[run.recurrence] += cost_j
         self._played.consumed[run.recurrence] += Consumption(report.energy_j, report.time_s)

@@ -288,7 +288,7 @@ def test_invalid_database_file_is_an_outage_survived_by_the_training(
         ),
         ("ZEUS_BSO_DATABASE_URL", "sqlite://", "in memory(.|\n)*ZEUS_SERVER_URL"),
         ("ZEUS_BSO_DATABASE_URL", "sqlite:////proc/bso/bso.sqlite3", "cannot keep its data(.|\n)*ZEUS_SERVER_URL"),
-        ("ZEUS_BSO_CRASH_RETRIES", "none", "ZEUS_BSO_CRASH_RETRIES"),
+        ("ZEUS_BSO_SILENT_LEASE_S", "none", "ZEUS_BSO_SILENT_LEASE_S"),
     ],
 )
 def test_unusable_setting_is_refused_immediately(

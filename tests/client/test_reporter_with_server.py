@@ -117,8 +117,7 @@ def test_resumed_offline_trial_keeps_the_identity(server: ServerProcess, client:
 
 @pytest.fixture
 def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BsoClient]:
-    """A server that abandons trials after two seconds, or twenty heartbeats."""
-    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
+    """A server that abandons trials after two seconds, or six heartbeats."""
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "2")
     monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S", "0.1")
     with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server, BsoClient(server.url) as client:

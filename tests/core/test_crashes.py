@@ -37,7 +37,7 @@ class Nights:
         told = fate(trial.batch_size)
         if isinstance(told, str) or ending is not None:
             ending = ending or Ending(detail=str(told))
-            trial = self.job.end_trial(trial.trial_number, ending, retries=3)
+            trial = self.job.end_trial(trial.trial_number, ending)
         else:
             # A run that reaches the target takes five epochs; larger sizes cost less.
             for epoch in range(1, 7):
@@ -121,8 +121,8 @@ def test_crash_excludes_a_size_only_after_a_later_trial_ran_to_the_end(size: int
     )
     known = Crashes((Crash(32, "failed (E: 1)", 5),), frozenset({16}), frozenset({16}), 4)
     ending = Ending(detail="E: 2")
-    assert end_by_training(state, trial, ending, earlier=known, retries=3)[1].state is TrialState.FAILED
-    _, trial = end_by_training(state, trial, ending, earlier=replace(known, proven_event=6), retries=3)
+    assert end_by_training(state, trial, ending, earlier=known)[1].state is TrialState.FAILED
+    _, trial = end_by_training(state, trial, ending, earlier=replace(known, proven_event=6))
     assert (trial.state, trial.end_reason) == (TrialState.INFEASIBLE, reason)
 
 

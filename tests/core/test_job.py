@@ -129,7 +129,7 @@ def test_ending_reported_by_the_training_sets_state_and_reason(
 ) -> None:
     job, trial = begun()
     earlier = Crashes((Crash(16, "failed (OOM)", 1),) * crashes, frozenset({16} if observed else ()))
-    job, trial = end_by_training(job, trial, ending, MOMENT, earlier=earlier, retries=3)
+    job, trial = end_by_training(job, trial, ending, MOMENT, earlier=earlier)
     assert (trial.state, trial.end_reason, trial.ended_event) == (state, reason, 2)
     assert says in (trial.message or "")
     assert (trial.message or "").endswith(f" ({ending.detail})")
@@ -140,7 +140,7 @@ def test_withdrawn_exploration_is_repeated() -> None:
     rng = np.random.default_rng(1)
     first = job.begin_trial(rng)
     for _ in range(5):
-        job.end_trial(first.trial_number, Ending(outcome=TrialState.WITHDRAWN), retries=3)
+        job.end_trial(first.trial_number, Ending(outcome=TrialState.WITHDRAWN))
         again = job.begin_trial(rng)
         assert (again.batch_size, again.origin) == (first.batch_size, first.origin)
         assert again.trial_number == first.trial_number + 1
@@ -149,7 +149,7 @@ def test_withdrawn_exploration_is_repeated() -> None:
 
 def test_preempted_trial_may_resume_for_a_day() -> None:
     job, trial = begun()
-    after, trial = end_by_training(job, trial, Ending(outcome=TrialState.SUSPENDED), MOMENT, retries=3)
+    after, trial = end_by_training(job, trial, Ending(outcome=TrialState.SUSPENDED), MOMENT)
     assert (after, trial.state, trial.ended_event) == (job, TrialState.SUSPENDED, None)
     assert trial.lease_expires_at == NOW + timedelta(days=1)
     assert revive_trial(trial).state is TrialState.RUNNING

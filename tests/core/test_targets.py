@@ -234,7 +234,7 @@ def test_run_ended_by_the_users_rule_contributes_to_the_target() -> None:
     memory = InMemoryJob(job())
     memory.begin_trial(np.random.default_rng(0))
     memory.judge(1, Report(time_s=1.0, energy_j=10.0, epoch=1.0, metric=0.7))
-    ended = memory.end_trial(1, Ending(ended_early=True, detail="EarlyStopping"), retries=3)
+    ended = memory.end_trial(1, Ending(ended_early=True, detail="EarlyStopping"))
     assert (ended.state, ended.end_reason) == (TrialState.COMPLETED, EndReason.NO_TARGET)
 
 

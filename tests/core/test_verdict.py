@@ -366,7 +366,7 @@ def test_newly_crashing_default_is_not_run_in_each_recurrence() -> None:
     for number in range(1, 41):
         size = job.begin_trial(rng).batch_size
         if size == DEFAULT and sizes.count(DEFAULT) >= 2:
-            job.end_trial(number, Ending(detail="it crashed"), retries=3)
+            job.end_trial(number, Ending(detail="it crashed"))
         else:
             energy_j = 100.0 if size == DEFAULT else 50.0
             job.judge(number, Report(time_s=1.0, energy_j=energy_j, epoch=5.0, metric=0.95))

@@ -77,7 +77,7 @@ def test_superseded_run_trains_on_and_changes_nothing(
 def test_heartbeat_informs_the_superseded_run(
     here: Server, there: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.05")
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "0.3")
     with LocalServer(here.server_url) as impatient:
         first = begun(impatient)
         second = resumed(there, first.state_dict())

@@ -498,7 +498,7 @@ def test_upgrade_quotes_the_driver_as_written(tmp_path: Path) -> None:
 
 def test_lease_lengths_are_configurable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings(_env_file=None).leases == LeasePolicy()
-    leases_s = {"HEARTBEAT_INTERVAL": 7, "HEARTBEAT_LEASE": 77, "SILENT_LEASE": 777, "SUSPENDED_LEASE": 7777}
+    leases_s = {"HEARTBEAT_LEASE": 78, "SILENT_LEASE": 777, "SUSPENDED_LEASE": 7777}
     for name, seconds in leases_s.items():
         monkeypatch.setenv(f"ZEUS_BSO_{name}_S", str(seconds))
     with (
@@ -510,22 +510,21 @@ def test_lease_lengths_are_configurable(tmp_path: Path, monkeypatch: pytest.Monk
         beat = http.patch("/trials/heartbeat", json=trials[1]).raise_for_status().json()
         http.patch("/trials", json={**trials[2], "outcome": "suspended"}).raise_for_status()
         _, *kept = export_over(http, "kept-1")
-    assert (beat["interval_s"], beat["lease_s"]) == (7, 77)
+    assert (beat["interval_s"], beat["lease_s"]) == (13, 78)
     begun = [datetime.fromisoformat(trial["started_at"]) for trial in kept]
     ends = [datetime.fromisoformat(trial["lease_expires_at"]) for trial in kept]
     # The start of the lease differs from the start of the trial by milliseconds, or by seconds on a busy machine.
-    for start, end, lease_s in zip(begun, ends, (777, 77, 7777), strict=True):
+    for start, end, lease_s in zip(begun, ends, (777, 78, 7777), strict=True):
         assert lease_s <= (end - start).total_seconds() < lease_s + SERVER_START_S
 
 
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
-        ({"ZEUS_BSO_HEARTBEAT_INTERVAL_S": "360"}, "ZEUS_BSO_HEARTBEAT_LEASE_S"),
-        ({"ZEUS_BSO_HEARTBEAT_LEASE_S": "30"}, "ZEUS_BSO_HEARTBEAT_LEASE_S"),
+        ({"ZEUS_BSO_HEARTBEAT_LEASE_S": "0"}, "ZEUS_BSO_HEARTBEAT_LEASE_S"),
         ({"ZEUS_BSO_SILENT_LEASE_S": "0"}, "ZEUS_BSO_SILENT_LEASE_S"),
         ({"ZEUS_BSO_SUSPENDED_LEASE_S": "inf"}, "ZEUS_BSO_SUSPENDED_LEASE_S"),
-        ({"ZEUS_BSO_HEARTBEAT_INTERVAL_S": "nan"}, "ZEUS_BSO_HEARTBEAT_INTERVAL_S"),
+        ({"ZEUS_BSO_HEARTBEAT_LEASE_S": "nan"}, "ZEUS_BSO_HEARTBEAT_LEASE_S"),
         ({"ZEUS_BSO_LOG_LEVEL": "LOUD"}, "ZEUS_BSO_LOG_LEVEL"),
         ({"ZEUS_BSO_SSO_PROXIES": "10.0.0.5,proxy.example"}, "ZEUS_BSO_SSO_PROXIES"),
         ({"ZEUS_BSO_SSO_PROXIES": "10.0.0.5/8"}, "ZEUS_BSO_SSO_PROXIES"),

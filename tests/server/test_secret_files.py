@@ -41,16 +41,16 @@ def test_setting_from_a_file_drops_only_trailing_line_feeds(
 
 
 def test_file_has_the_precedence_of_the_setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, name in enumerate(("SERVER_PORT", "CRASH_RETRIES", "MAX_BODY_BYTES", "LOG_LEVEL"), start=1):
+    for number, name in enumerate(("SERVER_PORT", "REAP_INTERVAL_S", "READ_TIMEOUT_S", "LOG_LEVEL"), start=1):
         held(folder / name, "ERROR" if name == "LOG_LEVEL" else str(number))
     (folder / ".env").write_text(
-        f"ZEUS_BSO_CRASH_RETRIES=20\nZEUS_BSO_MAX_BODY_BYTES_FILE=absent\nZEUS_BSO_LOG_LEVEL_FILE={folder}/LOG_LEVEL\n"
+        f"ZEUS_BSO_REAP_INTERVAL_S=20\nZEUS_BSO_READ_TIMEOUT_S_FILE=absent\nZEUS_BSO_LOG_LEVEL_FILE={folder}/LOG_LEVEL\n"
     )
     monkeypatch.setenv("ZEUS_BSO_SERVER_PORT_FILE", "absent")
-    monkeypatch.setenv("ZEUS_BSO_CRASH_RETRIES_FILE", "CRASH_RETRIES")
-    monkeypatch.setenv("ZEUS_BSO_MAX_BODY_BYTES", "30")
+    monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S_FILE", "REAP_INTERVAL_S")
+    monkeypatch.setenv("ZEUS_BSO_READ_TIMEOUT_S", "30")
     settings = Settings(server_port=1000)
-    assert (settings.server_port, settings.crash_retries, settings.max_body_bytes) == (1000, 2, 30)
+    assert (settings.server_port, settings.reap_interval_s, settings.read_timeout_s) == (1000, 2, 30)
     assert settings.log_level == "ERROR"
 
 

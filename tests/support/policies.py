@@ -104,7 +104,7 @@ class PlayedJob:
         elif event == "suspended" and trial.state is TrialState.SUSPENDED:
             event = "report"
         if event != "report":
-            return self.job.end_trial(trial.trial_number, Ending.model_validate({"outcome": event}), retries=3)
+            return self.job.end_trial(trial.trial_number, Ending.model_validate({"outcome": event}))
         size, epoch = trial.batch_size, trial.epoch + 1
         spent_j = self.epoch_j[size] * self.random.uniform(0.9, 1.1)
         metric = 1.0 if epoch >= self.needed[size] * self.random.uniform(0.8, 1.2) else 0.5

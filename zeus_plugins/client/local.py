@@ -97,7 +97,7 @@ class LocalServer(ServerPort):
         self._retries = Retries()
         self._settings, self._path = _settings_of(server_url)
         self.server_url = f"{EMBEDDED}//{self._path.as_posix()}"
-        self._commands = Commands(leases=self._settings.leases, crash_retries=self._settings.crash_retries)
+        self._commands = Commands(leases=self._settings.leases)
 
     def __repr__(self) -> str:
         return f"LocalServer({self.server_url!r})"
