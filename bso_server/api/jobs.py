@@ -13,10 +13,10 @@ from litestar.params import QueryParameter
 from litestar.response import Stream
 
 from bso_server.api.errors import errors
-from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, JobInPath, Reader, Service, Since, TrialNumber
+from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, JobInPath, Reader, Service, Since
 from bso_server.service import reading
 from bso_server.service.exports import MEDIA_TYPE
-from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, EpochList, FleetPage
+from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, FleetPage
 from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, Stage, TrialList, TrialState
 
 _JOB = Paths.API_JOBS + "/{job_id:str}"
@@ -76,12 +76,6 @@ async def list_trials(
     return await reader.read(reading.list_trials, job_id, state=in_state, limit=limit, cursor=cursor)
 
 
-@get(_JOB + "/trials/{trial_number:int}/epochs", summary="List epochs", responses=_ERRORS)
-async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Reader) -> EpochList:
-    """Return every stored report of a trial, in order."""
-    return await reader.read(reading.list_epochs, job_id, trial_number)
-
-
 @get(
     _JOB + "/explanation",
     summary="Explain a decision",
@@ -105,12 +99,15 @@ async def explain(
     return await (service.explain_next(job_id) if trial is None else reader.read(reading.explain, job_id, trial))
 
 
-@get([_JOB + f"/{part}" for part in ("arms", "events", "power_profiles", "trials.csv")], include_in_schema=False)
+_REMOVED = ("arms", "events", "power_profiles", "trials.csv", "trials/{trial_number:int}/epochs")
+
+
+@get([f"{_JOB}/{part}" for part in _REMOVED], include_in_schema=False)
 async def refuse_removed(job_id: JobInPath) -> None:
     """Name the routes that replace removed routes."""
     raise HTTPException(
         f"this route was removed: GET {Paths.API_JOBS}/{job_id} has the arms, its part /trials all fields of each "
-        "trial, and its part /export the power-limit profiles",
+        "trial, and its part /export the power-limit profiles and the reports",
         status_code=HTTPStatus.GONE,
     )
 

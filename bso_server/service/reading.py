@@ -26,7 +26,6 @@ from bso_server.service.savings import savings_of
 from bso_server.service.views import (
     DEFAULT_PAGE,
     CostUnit,
-    EpochList,
     EpochView,
     PowerProfileView,
     VersionView,
@@ -108,12 +107,6 @@ def list_trials(
     found = queries.trials_page(transaction, job_id, state=state, after=cursor, limit=limit + 1)
     trials = tuple(trial_view(job, as_seen(each, datetime.now(UTC))) for each in found[:limit])
     return TrialList(trials=trials, next_cursor=trials[-1].trial_number if len(found) > limit else None)
-
-
-def list_epochs(transaction: Transaction, job_id: str, trial_number: int) -> EpochList:
-    """Return a trial's reports that were not pruned, in order."""
-    job, trial = known_trial(transaction, job_id, trial_number)
-    return EpochList(epochs=epoch_views(transaction, job.registration, trial))
 
 
 def explain(transaction: Transaction, job_id: str, trial_number: int | None = None) -> Explanation:

@@ -61,15 +61,6 @@ class EpochView(EpochExport):
     cost_j: float
 
 
-class EpochList(WireMessage):
-    """Answer of ``GET /api/jobs/{job_id}/trials/{trial_number}/epochs``: the trial's reports, in order.
-
-    Pruning removes reports; the last one always stays.
-    """
-
-    epochs: tuple[EpochView, ...]
-
-
 class PowerProfileExport(WireMessage):
     """A power-limit profile, which a trial measured for later trials of its batch size.
 

@@ -587,5 +587,5 @@ async def reported(url: str, token: str) -> list[int]:
         for epoch in range(1, 6):
             totals = {"time": epoch, "energy": epoch, "metric": 0.1, "current_epoch": epoch}
             (await http.post("/report", json=trial | totals)).raise_for_status()
-        epochs = await http.get(f"/api/jobs/{job_id}/trials/1/epochs")
+        epochs = await http.get(f"/ui/jobs/{job_id}/trials/1.json")
         return [each["epoch"] for each in epochs.json()["epochs"]]

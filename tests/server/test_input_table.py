@@ -248,7 +248,7 @@ def test_any_finite_number_is_a_metric_at_any_pace(http: httpx.Client, reports: 
     for epoch, metric in reports:
         report = {**trial, "time": epoch, "energy": 100 * epoch, "metric": metric, "current_epoch": epoch}
         assert http.post("/report", json=report).status_code == 200
-    path = f"/api/jobs/{trial['job_id']}/trials/{trial['trial_number']}/epochs"
+    path = f"/ui/jobs/{trial['job_id']}/trials/{trial['trial_number']}.json"
     assert [(each["epoch"], each["metric"]) for each in http.get(path).json()["epochs"]] == reports
 
 

@@ -85,7 +85,7 @@ def report(http: httpx.Client, trial: dict[str, Any], epoch: int) -> httpx.Respo
 
 
 def epochs_of(http: httpx.Client, trial: dict[str, Any]) -> list[float]:
-    path = f"/api/jobs/{trial['job_id']}/trials/{trial['trial_number']}/epochs"
+    path = f"/ui/jobs/{trial['job_id']}/trials/{trial['trial_number']}.json"
     return [epoch["epoch"] for epoch in http.get(path).raise_for_status().json()["epochs"]]
 
 

@@ -97,7 +97,7 @@ async def test_documented_metrics_and_labels_match_the_export(tmp_path: Path) ->
 def random_path(source: random.Random) -> str:
     name = "".join(source.choices(string.ascii_letters + string.digits + "-._~%20", k=source.randint(1, 30)))
     start = source.choice(["/", "/api/jobs/", "/api/", "/ui/jobs/", "/ui/static/", "/jobs/", "/health/"])
-    return start + name + source.choice(["", "/trials", f"/trials/{source.randint(0, 10**6)}/epochs"])
+    return start + name + source.choice(["", "/trials", f"/explanation?trial_number={source.randint(1, 10**6)}"])
 
 
 @pytest.mark.slow

@@ -41,7 +41,6 @@ ROUTES = [
     ("GET", "/api/report"),
     ("GET", "/api/jobs/{job_id}"),
     ("GET", "/api/jobs/{job_id}/trials"),
-    ("GET", "/api/jobs/{job_id}/trials/{trial_number}/epochs"),
     ("POST", "/api/jobs/{job_id}/trials/{trial_number}/discard"),
     ("GET", "/api/jobs/{job_id}/explanation"),
     ("GET", "/api/jobs/{job_id}/export"),

@@ -144,7 +144,7 @@ class TestEpochs:
         report(http, trial, time=1, energy=100, metric=0.25, current_epoch=0.5)
         report(http, trial, time=2, energy=250, metric=0.5, current_epoch=1)
         reached(http, trial, cost_j=500)
-        found = get(http, f"/api/jobs/{job_id}/trials/1/epochs")["epochs"]
+        found = get(http, f"/ui/jobs/{job_id}/trials/1.json")["epochs"]
 
         fields = ("report_number", "epoch", "time_s", "energy_j", "cost_j", "metric")
         assert [tuple(epoch[name] for name in fields) for epoch in found] == [
@@ -157,18 +157,18 @@ class TestEpochs:
 
     def test_trial_ended_without_a_final_report_lists_no_report_twice(self, http: httpx.Client, job_id: str) -> None:
         trial = begin(http, job_id)
-        assert get(http, f"/api/jobs/{job_id}/trials/1/epochs") == {"epochs": []}
+        assert get(http, f"/ui/jobs/{job_id}/trials/1.json")["epochs"] == []
         report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1)
         http.patch("/trials", json=trial).raise_for_status()
-        assert len(get(http, f"/api/jobs/{job_id}/trials/1/epochs")["epochs"]) == 1
+        assert len(get(http, f"/ui/jobs/{job_id}/trials/1.json")["epochs"]) == 1
 
     def test_unknown_trials_get_404(self, http: httpx.Client, job_id: str) -> None:
         begin(http, job_id)
-        answer = http.get(f"/api/jobs/{job_id}/trials/2/epochs")
+        answer = http.get(f"/ui/jobs/{job_id}/trials/2.json")
         assert_refused(answer, 404, "trial_number", f"job '{job_id}' has no trial 2")
 
 
-@pytest.mark.parametrize("part", ["", "/trials", "/trials/1/epochs", "/export"], ids=lambda part: part)
+@pytest.mark.parametrize("part", ["", "/trials", "/export"], ids=lambda part: part)
 def test_unknown_jobs_get_404(http: httpx.Client, part: str) -> None:
     assert_refused(http.get(f"/api/jobs/none{part}"), 404, "job_id", "unknown job 'none'")
 
@@ -196,16 +196,16 @@ def test_job_may_have_the_name_of_a_route(http: httpx.Client) -> None:
         ("/{}/trials?cursor=-1", "cursor"),
         ("/{}/trials?cursor=x", "cursor"),
         (f"/{{}}/trials?cursor={2**31}", "cursor"),
-        ("/{}/trials/0/epochs", "trial_number"),
-        (f"/{{}}/trials/{2**31}/epochs", "trial_number"),
-        (f"/{{}}/trials/{'9' * 30}/epochs", "trial_number"),
+        ("/{}/explanation?trial_number=0", "trial_number"),
+        (f"/{{}}/explanation?trial_number={2**31}", "trial_number"),
+        (f"/{{}}/explanation?trial_number={'9' * 30}", "trial_number"),
     ],
 )
 def test_invalid_queries_are_refused(http_on_sqlite: httpx.Client, path: str, field: str) -> None:
     assert_refused(http_on_sqlite.get("/api/jobs" + path.format("none")), 422, field)
 
 
-@pytest.mark.parametrize("part", ["arms", "events", "power_profiles", "trials.csv"])
+@pytest.mark.parametrize("part", ["arms", "events", "power_profiles", "trials.csv", "trials/1/epochs"])
 def test_removed_routes_name_their_replacements(http_on_sqlite: httpx.Client, part: str) -> None:
     answer = http_on_sqlite.get(f"/api/jobs/none/{part}")
     assert answer.status_code == 410

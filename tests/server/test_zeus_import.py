@@ -290,7 +290,7 @@ def test_unknown_fields_stay_unknown_in_exports_and_on_pages(tmp_path: Path, sha
         import_beside(http, renamed(export, f"{job_id}-again"))
         assert export_over(http, f"{job_id}-again")[1:] == export[1:]
 
-        assert http.get(f"/api/jobs/{job_id}/trials/1/epochs").json() == {"epochs": []}
+        assert http.get(f"/ui/jobs/{job_id}/trials/1.json").json()["epochs"] == []
         page = http.get(f"/ui/jobs/{job_id}/trials/1").raise_for_status().text
         assert "32 reached the target, 0.9, with " in page
         assert http.get(f"/ui/jobs/{job_id}").status_code == 200

@@ -429,7 +429,7 @@ def test_two_ranks_train_like_zeus_s_data_parallel_script(server: ServerProcess,
         (TrialState.COMPLETED, 3, 0.95),
         (TrialState.COMPLETED, 2, 0.95),
     ]
-    evaluations = httpx.get(f"{server.url}/api/jobs/loop/trials/1/epochs").json()["epochs"]
+    evaluations = httpx.get(f"{server.url}/ui/jobs/loop/trials/1.json").json()["epochs"]
     assert [each["epoch"] for each in evaluations] == [1, 2, 3]  # two ranks, one evaluation
 
 
