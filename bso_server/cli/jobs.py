@@ -425,6 +425,8 @@ def job_text(view: JobView) -> str:
     }
     for name in sorted({name for trial in view.trials for name in trial.watched or ()}):
         trials[name] = lambda trial, name=name: (trial.watched or {}).get(name)  # type: ignore[misc]  # has a default
+    if any(trial.startup_s is not None for trial in view.trials):
+        trials["START-UP S"] = lambda trial: trial.startup_s
     if any(trial.power_limits for trial in view.trials):
         trials["POWER LIMIT W"] = lambda trial: (
             "-" if trial.power_limits is None else f"{cell(trial.power_limit_w)} of {trial.power_limits}"

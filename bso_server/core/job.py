@@ -445,6 +445,7 @@ def judge_report(
     judged_by: StopRule | None = None,
     energy_source: str | None = None,
     waited_share: float | None = None,
+    startup_s: float | None = None,
     watched: Mapping[str, float] | None = None,
 ) -> tuple[AnyJob, TrialRecord, Verdict]:
     """Judge a report of a trial; revive the trial if necessary, and end it if the verdict says so.
@@ -452,7 +453,8 @@ def judge_report(
     A trial with an impossible cost (`policy.doubt`) ends as withdrawn, so that no decision rests on it. `history` is
     required if `policy.needs_bound`. `judged_by` and errors as in `policy.judge`.
     """
-    trial = changed(revive_trial(trial), waited_share=waited_share)
+    startup_s = trial.startup_s if trial.report_count else startup_s
+    trial = changed(revive_trial(trial), waited_share=waited_share, startup_s=startup_s)
     if history is not None and policy.needs_bound(job.registration, trial):
         trial = policy.bounded(history, trial, report)
     verdict = policy.judge(job.registration, trial, report, job.min_cost_j, judged_by=judged_by)

@@ -97,6 +97,7 @@ class TrialRecord:
         owner: Id of the token that dispatched the trial; None if the server requires none.
         lease_epoch: Number of the current run of the trial's training, see `renew_lease` in `core.job`.
         waited_share: Share of its time in which the training waited for a CPU core; None if unknown.
+        startup_s: Part of `first_time_s` that the first steps took beyond later steps; None if unknown.
         other_gpus: True if the job has other GPUs now than when the trial began. Then the trial's epochs and metrics
             still count, but not its costs.
         deviations: Spread of the epochs' times and energies; None before the first report, and for trials imported from
@@ -139,6 +140,7 @@ class TrialRecord:
     power_limits: int | None = None
     confirmed: int = 0
     waited_share: float | None = None
+    startup_s: float | None = None
     watched: Mapping[str, float] | None = None
     other_gpus: bool = False
 
@@ -557,16 +559,28 @@ def arms_after(
     return changed
 
 
-def log_costs_per_epoch(job: CreatedJob, trial: TrialRecord) -> tuple[float | None, float | None]:
-    """Return the log of an epoch's mean cost (J) until the trial's first report, and since then; None for a cost of 0.
+def set_apart(startup_s: float | None, first_time_s: float, first_epoch: float) -> tuple[float, float]:
+    """Return the share of the cost until a trial's first report, and the epochs, that do not show the cost of an epoch.
 
-    They differ, because trainings also start up and try power limits before their first report.
+    These are the share of the start-up, whose energy is taken to be in proportion to its time, and no epochs. If the
+    start-up is unknown, the whole first report is set apart, because it may also contain a trial of power limits.
+    """
+    if startup_s is None or startup_s >= first_time_s:
+        return 1.0, first_epoch
+    return startup_s / first_time_s, 0.0
+
+
+def log_costs_per_epoch(job: CreatedJob, trial: TrialRecord) -> tuple[float | None, float | None]:
+    """Return the log of an epoch's mean cost (J) until the first report, and without the part that is `set_apart`.
+
+    A cost of 0 is None.
     """
     first_j, first_epochs = job.cost_j(time_s=trial.first_time_s, energy_j=trial.first_energy_j), trial.first_epoch
-    later_j, later_epochs = cost_of(job, trial) - first_j, trial.epoch - first_epochs
+    share, apart_epochs = set_apart(trial.startup_s, trial.first_time_s, first_epochs)
+    usual_j, usual_epochs = cost_of(job, trial) - share * first_j, trial.epoch - apart_epochs
     return (
         _log(first_j / first_epochs) if first_j > 0 else None,
-        _log(later_j / later_epochs) if later_j > 0 and later_epochs > 0 else None,
+        _log(usual_j / usual_epochs) if usual_j > 0 and usual_epochs > 0 else None,
     )
 
 

@@ -1,8 +1,8 @@
 """The verdict whether a job saves against its default batch size, and the control runs that the verdict needs.
 
 The evidence is the runs at the default and at the best size. Exploration runs are no evidence, because the best size
-was chosen for its low cost in these runs. The first run of a job, at the default, is evidence; its first epoch, which
-contains the start-up, does not count.
+was chosen for its low cost in these runs. The first run of a job, at the default, is evidence, without its
+start-up.
 
 A policy that has found its best size never runs the default again. Therefore some runs become control runs at the
 default, as long as the cost that they forgo, as the model estimates it, is at most a share of the job's cost. Their
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bso_server.core.effect import PRIOR_SD, Effect, EffectModel
-from bso_server.core.model import EpochBound, History, Suggestion, TrialRecord
+from bso_server.core.model import EpochBound, History, Suggestion, TrialRecord, set_apart
 from bso_server.core.policy import find
 from zeus_plugins.protocol import CONTROLS, CreatedJob, Origin, SavingsWord, Share, StopRule, is_busy
 
@@ -70,7 +70,7 @@ class Run:
         is_exploration: True if the policy chose its size in order to learn about that size.
         is_busy: True if the machine was busy; then its cost of an epoch is compared with other runs on busy machines.
         is_control: True if it was a control run.
-        later_pace: Log of the amount that an epoch took after the first report; None if unknown.
+        later_pace: Log of the amount that an epoch took, without the part that is `set_apart`; None if unknown.
     """
 
     batch_size: int
@@ -97,13 +97,15 @@ class CompletedRun:
     first_epoch: float | None = None
     first_time_s: float | None = None
     first_energy_j: float | None = None
+    startup_s: float | None = None
 
 
 def run_of(trial: TrialRecord | CompletedRun, amount: float, first_amount: float) -> Run:
     """Return the run of a trial that reached the target and took this amount, `first_amount` until its first report."""
-    epochs, later = trial.epoch or 0.0, (trial.epoch or 0.0) - (trial.first_epoch or 0.0)
-    is_known = 0 < later < epochs and amount > first_amount
-    pace = math.log(amount - first_amount) - math.log(later) if is_known else None
+    epochs, first_epoch = trial.epoch or 0.0, trial.first_epoch or 0.0
+    share, apart_epochs = set_apart(trial.startup_s, trial.first_time_s or 0.0, first_epoch)
+    usual, usual_epochs = amount - share * first_amount, epochs - apart_epochs
+    pace = math.log(usual) - math.log(usual_epochs) if first_epoch > 0 and min(usual, usual_epochs) > 0 else None
     explored, control = trial.origin is Origin.EXPLORATION, trial.origin is Origin.CONTROL
     return Run(trial.batch_size, epochs, amount, explored, is_busy(trial.waited_share), control, pace)
 

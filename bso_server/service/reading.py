@@ -16,7 +16,16 @@ from operator import itemgetter
 from typing import Concatenate, ParamSpec, TypeVar
 
 from bso_server.core import policy, quality
-from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord, advice_in_words, changed, cost_of
+from bso_server.core.model import (
+    ExpectedCost,
+    History,
+    Suggestion,
+    TrialRecord,
+    advice_in_words,
+    changed,
+    cost_of,
+    set_apart,
+)
 from bso_server.core.savings import Tally, default_cost
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.service import exports
@@ -366,7 +375,13 @@ def as_seen(trial: TrialRecord, now: datetime) -> TrialRecord:
 def trial_view(job: CreatedJob, trial: TrialRecord) -> TrialView:
     """Return one trial of a job."""
     shown = trial_row(trial)
-    return TrialView(**shown, cost_j=cost_of(job, trial) if trial.report_count else None, epochs=shown["epoch"])
+    share, _ = set_apart(trial.startup_s, trial.first_time_s, trial.first_epoch)
+    return TrialView(
+        **shown,
+        cost_j=cost_of(job, trial) if trial.report_count else None,
+        startup_j=None if trial.startup_s is None else share * trial.first_energy_j,
+        epochs=shown["epoch"],
+    )
 
 
 def epoch_views(transaction: Transaction, job: CreatedJob, trial: TrialRecord) -> tuple[EpochView, ...]:

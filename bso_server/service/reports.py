@@ -153,6 +153,7 @@ class ReportBatch:
                 judged_by=result.judged_by,
                 energy_source=result.energy_source,
                 waited_share=result.waited_share,
+                startup_s=result.startup_s,
                 watched=result.watched,
             )
             # Only the job's clock and its cheapest trial may have changed.

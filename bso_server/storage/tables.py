@@ -182,6 +182,7 @@ trials = sa.Table(
     sa.Column("power_limits", sa.Integer, info=POWER_LIMIT),
     sa.Column("confirmed", sa.Integer, nullable=False, info=REPORT),
     sa.Column("waited_share", sa.Double, info=REPORT),
+    sa.Column("startup_s", sa.Double, info=REPORT),
     # True if a revision has given the job other GPUs since the trial began; only revisions update this column.
     sa.Column("other_gpus", sa.Boolean, nullable=False),
     sa.Index("ix_trials_job_id_idempotency_key", "job_id", "idempotency_key", unique=True),

@@ -93,7 +93,7 @@ REQUESTS: dict[str, Any] = {
         VERDICT,
         "POST /report",
         {"time": 1.5, "energy": 20.0, "metric": 0.9, "current_epoch": 2, "energy_source": "nvml", "judged_by": None}
-        | {"waited_share": None, "watched": None, "rank": None}
+        | {"waited_share": None, "startup_s": None, "watched": None, "rank": None}
         | NAMED,
     ),
     "end_trial": (

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.gp_voi.forecast import Forecast, beliefs_of
-from bso_server.core.gp_voi.prior import CONSTANTS
 from bso_server.core.gp_voi.run_costs import CostRun
 from bso_server.core.gp_voi.value import bound, worths
 from bso_server.core.model import EpochBound, TrialRecord
@@ -257,11 +256,11 @@ def test_cheapest_run_so_far_is_repeated() -> None:
     assert all(re.fullmatch(why, each.reason) for each in suggested[3:])
 
 
-def finished(life: Life, size: int, epochs: float, epoch_j: float = 10.0, startup: float = 1.0) -> None:
+def finished(life: Life, size: int, epochs: float, epoch_j: float = 10.0) -> None:
     """Let an unbounded run reach the target after `epochs` epochs."""
     trial = life.dispatch(size, Origin.OFFLINE).bounded_by(EpochBound(50, "all"))
     life.trials[-1] = trial
-    assert run(life, trial, needed=epochs, epoch_j=epoch_j, startup=startup).state is TrialState.COMPLETED
+    assert run(life, trial, needed=epochs, epoch_j=epoch_j).state is TrialState.COMPLETED
 
 
 def test_sizes_with_few_or_stopped_runs_are_in_doubt() -> None:
@@ -331,45 +330,40 @@ def test_incumbent_may_use_twice_the_expected_epochs() -> None:
         assert given.reason.startswith(f"{times} times its expected epochs, 10")
 
 
-def test_hopeless_trial_is_stopped_by_the_first_report_if_start_up_is_known() -> None:
+@pytest.mark.parametrize(("startup_s", "stops"), [(None, False), (0.5, True)])
+def test_hopeless_trial_is_stopped_by_the_first_report_if_start_up_is_known(
+    startup_s: float | None, stops: bool
+) -> None:
     life = new_life((32, 64), default=64)
-    run(life, life.ask(), needed=10, startup=2.0)
+    run(life, life.ask(), needed=10)
     trial = life.dispatch(32)
-    # The report shows twice the cost of an epoch at 64, as the first epoch at 64 did.
-    assert not life.report(trial, 20.0, epoch=1, metric=0.0).stop
-    assert life.trials[-1].bound is None
-    life.move(life.trials[-1], TrialState.ABANDONED)
-
-    trial = life.dispatch(32)
-    verdict = life.report(trial, 2000.0, epoch=1, metric=0.0)
+    verdict = life.report(trial, 2000.0, epoch=1, metric=0.0, startup_s=startup_s)
+    assert verdict.stop is stops
+    if not stops:
+        # A bound waits for the second report, which shows the cost of an epoch.
+        assert life.trials[-1].bound is None
+        assert life.report(trial, 3000.0, epoch=2, metric=0.0).reason is EndReason.EPOCH_BOUND_REACHED
+        return
     assert (verdict.reason, verdict.state) == (EndReason.EPOCH_BOUND_REACHED, TrialState.EARLY_STOPPED)
     assert "after 1 epoch:" in verdict.message
-    # The cost of an epoch is then guessed from this report; the next run of the size overrides the guess.
-    guessed = life.belief(32)
-    expected = CostRun(math.log(1000.0), 1, doubt=CONSTANTS.first_epoch_sd**2, number=trial.trial_number)
-    assert guessed.costs[-1] == pytest.approx(expected)
-    assert guessed.are_costs_guessed
-    run(life, life.dispatch(32), needed=10, epoch_j=11)
-    for size, epoch_j in ((32, 11), (64, 10)):
-        # Nine later reports with equal costs.
-        assert life.belief(size).costs[-1][:4] == pytest.approx((math.log(epoch_j), 9, 0, 8))
+    # The report took 1 s, and half of its cost is the start-up's.
+    belief = life.belief(32)
+    assert belief.costs == (pytest.approx(CostRun(math.log(1000.0), 1, number=trial.trial_number)),)
+    assert not belief.are_costs_guessed
 
 
-def test_first_report_stops_no_trial_if_start_up_is_unknown() -> None:
-    life = new_life()
-    run(life, life.ask(), needed=1)  # a single report cannot separate start-up from epochs
-    trial = life.ask()
-    assert not life.report(trial, 10_000.0, epoch=1, metric=0.0).stop
-    assert life.report(trial, 20_000.0, epoch=2, metric=0.0).reason is EndReason.EPOCH_BOUND_REACHED
-
-
-@pytest.mark.parametrize(("epoch_j", "stops"), [(20.0, False), (200.0, True)])
-def test_first_report_stops_a_trial_only_if_a_lower_cost_would_suffice(epoch_j: float, stops: bool) -> None:
-    life = new_life(batch_sizes=(32, 64))
-    run(life, life.ask(), needed=4, epoch_j=20)
-    assert life.report(life.dispatch(32), epoch_j, epoch=1, metric=0.0).stop is stops
-    # A bound beyond the first epoch waits for the second report, which shows the cost of an epoch.
-    assert (life.trials[-1].bound is None) is not stops
+def test_start_up_neither_stops_a_run_nor_counts_in_the_cost_of_epochs() -> None:
+    """The start-up of the trial costs as much as 40 epochs; a run of the incumbent costs 10."""
+    life = new_life((32, 64), default=64)
+    run(life, life.ask(), needed=10)
+    trial = life.dispatch(32)
+    assert not life.report(trial, 410.0, epoch=1, metric=0.0, startup_s=400 / 410).stop
+    assert bound_of(life.trials[-1]).epochs > 2
+    for epoch in range(2, 8):
+        ended = life.report(trial, 400.0 + 10 * epoch, epoch=epoch, metric=float(epoch == 7))
+    assert ended.converged
+    assert life.belief(32).costs[0][:2] == pytest.approx((math.log(10.0), 7))
+    assert expectations(life.history).costs[32].mean_j == pytest.approx(70, rel=0.1)
 
 
 def test_trial_dispatched_as_incumbent_keeps_the_incumbents_bound() -> None:
@@ -388,15 +382,10 @@ def test_start_up_is_not_mistaken_for_the_cost_of_epochs() -> None:
     life.report(trial, 500.0, epoch=1, metric=0.0)
     life.report(trial, 510.0, epoch=2, metric=0.0)
     life.report(trial, 590.0, epoch=10, metric=1.0)
-    belief = life.belief(64)
     # Nine later epochs in both trials; the first trial sent them in two reports.
-    assert belief.costs[-1][:4] == pytest.approx((math.log(10.0), 9, 0, 1))
-    assert belief.log_startup == pytest.approx(math.log(50.0))
-    # Later trials of the size change the cost of its epochs, not its start-up.
+    assert life.belief(64).costs[-1][:4] == pytest.approx((math.log(10.0), 9, 0, 1))
     run(life, life.dispatch(64), needed=10, epoch_j=11, startup=3)
-    belief = life.belief(64)
-    assert belief.costs[-1][:4] == pytest.approx((math.log(11.0), 9, 0, 8))
-    assert belief.log_startup == pytest.approx(math.log(50.0))
+    assert life.belief(64).costs[-1][:4] == pytest.approx((math.log(11.0), 9, 0, 8))
 
 
 def test_bound_is_fixed_by_the_second_report_and_stays() -> None:
@@ -453,27 +442,6 @@ def test_absurd_numbers_raise_no_error(costs: list[float], epochs: list[float], 
     assert life.ask().batch_size in (8, 16, 32)
     # The memory is stored as JSON.
     json.dumps([belief._asdict() for belief in life.history.memory], allow_nan=False)
-
-
-def test_guess_changing_the_incumbent_stops_no_trial() -> None:
-    life = new_life((8, 16, 32, 64), default=8)
-    finished(life, 8, 10, epoch_j=11.0, startup=4.0)
-    finished(life, 64, 17, epoch_j=26.0, startup=4.0)
-    # Minus the start-up of 8, an epoch of 16 would cost a fifth of an epoch of 8.
-    trial = life.dispatch(16)
-    life.report(trial, 10.2, epoch=1, metric=0.0)
-    assert life.trials[-1].bound is None
-    life.report(trial, 20.4, epoch=2, metric=0.0)
-    assert bound_of(life.trials[-1]).epochs > 2
-
-
-def test_only_the_first_trial_of_a_size_is_stopped_on_a_guess() -> None:
-    life = new_life((8, 64), default=64)
-    finished(life, 64, 10, startup=2.0)
-    for first in (True, False):
-        life.report(life.dispatch(8), 900.0, epoch=1, metric=0.0)
-        stopped = life.trials[-1].state is TrialState.EARLY_STOPPED
-        assert stopped is first
 
 
 def test_expected_cost_lies_within_a_band_after_a_run() -> None:

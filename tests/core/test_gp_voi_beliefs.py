@@ -131,26 +131,12 @@ def test_two_dear_runs_in_a_row_change_the_cost_of_epochs() -> None:
 
 def test_jobs_with_single_epoch_runs_learn_from_first_epochs() -> None:
     only_first = [replace(outcome(3, 1), cost=None, first=CostRun(value, 1)) for value in (2.0, 3.0)]
-    belief = learned(only_first)[3]
-    # The second run is not the first trial of any size, and may have no start-up.
-    doubt = CONSTANTS.first_epoch_sd**2
-    assert (belief.costs, belief.are_costs_guessed) == ((CostRun(2.0, 1), CostRun(3.0, 1, doubt=doubt)), True)
-    assert belief.log_startup is None
-    # A known start-up is subtracted, and the remainder weighs little; a longer run replaces this guess.
-    long = replace(outcome(3, 10), first=CostRun(3.0, 1), cost=CostRun(2.0, 9))
-    guessed = learned([long, replace(outcome(2, 1), cost=None, first=CostRun(4.0, 1))])[2]
-    assert guessed.costs == (CostRun(3.0, 1, doubt=CONSTANTS.first_epoch_sd**2),)
-    assert guessed.are_costs_guessed
-    known = guessed.costing(CostRun(2.5, 3))
-    assert (known.costs, known.are_costs_guessed) == ((CostRun(2.5, 3),), False)
-    assert known.perhaps_costing(CostRun(9.0, 1), None) == known
-
-
-def test_start_up_comes_from_the_nearest_size_with_a_known_start_up() -> None:
-    far = replace(outcome(0, 10), first=CostRun(4.0, 1), cost=CostRun(1.0, 9))
-    near = replace(outcome(3, 10), first=CostRun(3.0, 1), cost=CostRun(2.0, 9))
-    guessed = learned([far, near, replace(outcome(2, 1), cost=None, first=CostRun(4.0, 1))])[2]
-    assert guessed.costs[0].log_cost == 3.0
+    guessed = learned(only_first)[3]
+    assert (guessed.costs, guessed.are_costs_guessed) == ((CostRun(2.0, 1), CostRun(3.0, 1)), True)
+    # A longer run replaces the guesses, and no first epoch is added to it.
+    long = replace(outcome(3, 10), first=CostRun(3.0, 1), cost=CostRun(2.5, 9))
+    known = learned([*only_first, long, *only_first])[3]
+    assert (known.costs, known.are_costs_guessed) == ((CostRun(2.5, 9),), False)
 
 
 def test_success_ends_a_streak() -> None:

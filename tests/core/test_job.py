@@ -99,6 +99,14 @@ def test_trial_moves_from_dispatch_to_completed() -> None:
     assert (job.event_count, job.cheapest) == (2, Cheapest(1, 16, 2000))
 
 
+@pytest.mark.parametrize("startup_s", [None, 4.0])
+def test_start_up_of_first_report_stays(startup_s: float | None) -> None:
+    job, trial = begun()
+    for epoch, sent_s in ((1, startup_s), (2, 8.0)):
+        job, trial, _ = judge_report(job, trial, Report(10 * epoch, 1000, epoch, 0.5), MOMENT, startup_s=sent_s)
+        assert trial.startup_s == startup_s
+
+
 def test_abandoned_trial_runs_again_after_a_report() -> None:
     job, trial = begun()
     job, trial = abandon_trial(job, trial, MOMENT)

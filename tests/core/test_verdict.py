@@ -75,6 +75,10 @@ def test_first_run_counts_without_the_first_epoch() -> None:
     assert (slow.amount, slow.later_pace, slow.is_control) == (590.0, pytest.approx(math.log(10.0)), False)
     assert run_of(replace(first, first_epoch=10.0), 590.0, 590.0).later_pace is None
     assert run_of(replace(first, origin=Origin.CONTROL), 590.0, 500.0).is_control
+    # With a start-up of 98 of its 100 s, that is 490 J, the first epoch counts, too.
+    for first_epoch, first_time_s, first_j in ((1.0, 100.0, 500.0), (10.0, 118.0, 590.0)):
+        known = replace(first, first_epoch=first_epoch, first_time_s=first_time_s, startup_s=98.0)
+        assert run_of(known, 590.0, first_j).later_pace == pytest.approx(math.log(10.0))
     rest = [EXPLORED[1], *recurring(100, 60, 3)]
     assert judged([slow, *rest]).now == judged([run(DEFAULT, 100), *rest]).now
     assert judged([slow, *rest]).now != judged([run(DEFAULT, 590), *rest]).now

@@ -16,11 +16,11 @@ BY_TIME = "estimate: 65 W stated"
 BY_CPU_TIME = "estimate: 65 W stated × CPU time / 8 cores"
 
 
-def job_of(database_url: str, *energy_sources: str, waited_share: float | None = None) -> None:
+def job_of(database_url: str, *energy_sources: str, **of_runs: float) -> None:
     async def fill(life: dashboards.Life) -> None:
         registered = await life.register("job-1")
         for source in energy_sources:
-            await life.run(registered, energy_source=source, waited_share=waited_share)
+            await life.run(registered, energy_source=source, **of_runs)
 
     dashboards.filled(database_url, fill)
 
@@ -94,9 +94,30 @@ async def test_busy_machine_is_shown_on_pages_of_run_and_job(new_database: str, 
     assert (await new_http.get("/ui/jobs/job-1/trials/2.json")).json()["trial"]["waited_share"] == 0.46
 
 
+def command_of(database_url: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["jobs", "show", "job-1", "--database-url", database_url]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source_of_all", "energy"), [(BY_TIME, ""), ("nvml", " (about 0.00179 kWh, in proportion to the time)")]
+)
+async def test_page_shows_start_up_with_energy_in_proportion(
+    source_of_all: str, energy: str, new_database: str, new_http: httpx.AsyncClient
+) -> None:
+    job_of(new_database, *[source_of_all] * 2, startup_s=12.0)
+    assert f"start-up 12 s{energy}" in await text_of(new_http, "jobs/job-1/trials/2")
+
+
+def test_command_shows_known_start_ups(new_database: str, capsys: pytest.CaptureFixture[str]) -> None:
+    job_of(new_database, "nvml")
+    assert "START-UP S" not in command_of(new_database, capsys)
+    job_of(new_database, "nvml", startup_s=12.0)
+    assert "START-UP S" in command_of(new_database, capsys)
+
+
 def test_command_marks_estimates(source: str, database: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["jobs", "show", "job-1", "--database-url", database]) == 0
-    shown = capsys.readouterr().out
+    shown = command_of(database, capsys)
     columns = " ".join(shown.split())
     if source == BY_CPU_TIME:
         head, savings, *_ = shown.splitlines()[::2]

@@ -147,11 +147,11 @@ def removed_rows(connection: sa.Connection) -> list[int]:
 
 
 def rows_of(table: str) -> Callable[[sa.Connection], list[dict[str, Any]]]:
-    """Return a function that reads a table without the columns that later schemas lack, ordered by its first ones."""
+    """Return a function that reads a table without the columns that some schemas lack, ordered by its first ones."""
 
     def read(connection: sa.Connection) -> list[dict[str, Any]]:
         rows = connection.execute(sa.text(f"SELECT * FROM {table} ORDER BY 1, 2")).mappings()  # noqa: S608 - constants
-        return [{name: value for name, value in row.items() if name not in ("probe", "importing_at")} for row in rows]
+        return [{name: value for name, value in row.items() if name not in LACKING} for row in rows]
 
     return read
 
@@ -159,6 +159,8 @@ def rows_of(table: str) -> Callable[[sa.Connection], list[dict[str, Any]]]:
 async def counts(store: Store) -> list[int]:
     return await store._database.transact(removed_rows, read_only=True, timeout_s=60.0)
 
+
+LACKING = ("probe", "importing_at", "startup_s")
 
 FACTS = ("jobs", "trials", "epochs", "arms", "policy_memories", "decisions")
 
@@ -186,14 +188,14 @@ def test_migration_drops_unused_rows_and_no_job_or_trial(kind: str, tmp_path: Pa
             JobService(store, job_id=f"job-{policy}", job_id_prefix="job", policy=policy) for policy in (GP_VOI, ZEUS)
         ]
         try:
-            await changed(store, moved_to("0005"))
+            await store.migrate()
             for service in services:
                 await service.service.register(service.job)
                 await service.reach(await service.suggest())
                 await service.end(await service.suggest())
                 await service.suggest()
             before = await facts(store)
-            await changed(store, add_rows_of_version_5)
+            await changed(store, moved_to("0005", command.downgrade), add_rows_of_version_5)
             assert await counts(store) == [2, 1, 1]
             await store.migrate()
             assert await facts(store) == before
@@ -204,6 +206,29 @@ def test_migration_drops_unused_rows_and_no_job_or_trial(kind: str, tmp_path: Pa
             assert await facts(store) == later
             await store.migrate()
             await decide_and_verify(services)
+        finally:
+            await store.close()
+
+    with empty_database(kind, tmp_path) as database_url:
+        asyncio.run(migrate(database_url))
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_start_ups_are_unknown_before_their_migration(kind: str, tmp_path: Path) -> None:
+    async def migrate(database_url: str) -> None:
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
+        service = JobService(store, job_id="job", job_id_prefix="job", policy=GP_VOI)
+        try:
+            await store.migrate()
+            await service.service.register(service.job)
+            await service.reach(await service.suggest(), startup_s=0.5)
+            assert [each.startup_s for each in (await service.show()).trials] == [0.5]
+            kept = await facts(store)
+            await changed(store, moved_to("0007", command.downgrade))
+            assert await facts(store) == kept
+            await store.migrate()
+            assert [each.startup_s for each in (await service.show()).trials] == [None]
+            await decide_and_verify([service])
         finally:
             await store.close()
 

@@ -63,6 +63,7 @@ class Life:
         reports_each: bool = True,
         energy_source: str = "nvml",
         waited_share: float | None = None,
+        startup_s: float | None = None,
         slower: float = 1.0,
     ) -> TrialDispatch:
         """Run the job to its end or for `epochs` epochs, each `slower` times as long; report each or only the last."""
@@ -83,6 +84,7 @@ class Life:
                 current_epoch=epoch,
                 energy_source=energy_source,
                 waited_share=waited_share,
+                startup_s=startup_s,
             )
             answer = await self.service.reports.record_report(result)
             if answer.stop_train or epoch == epochs:

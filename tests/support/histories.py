@@ -85,10 +85,13 @@ class Life:
         """Dispatch a trial and let it end at once."""
         return self.move(self.dispatch(batch_size, origin), state, cost_j)
 
-    def report(self, trial: TrialRecord, cost_j: float, *, epoch: float, metric: float) -> Verdict:
-        """Judge a report as the server does, and end the trial if the verdict demands this."""
+    def report(
+        self, trial: TrialRecord, cost_j: float, *, epoch: float, metric: float, startup_s: float | None = None
+    ) -> Verdict:
+        """Judge a report (at 1 s) as the server does, and end the trial if the verdict demands this."""
         report = Report(1.0, cost_j, epoch, metric)
         trial = self.trials[trial.trial_number - 1]
+        trial = trial if trial.report_count else replace(trial, startup_s=startup_s)
         if needs_bound(self.job, trial):
             trial = bounded(self.history, trial, report)
         cheapest: Cheapest | None = None

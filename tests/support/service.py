@@ -67,9 +67,10 @@ class JobService:
         epoch: float = 1,
         judged_by: StopRule | None = None,
         of_zeus: bool = False,
+        startup_s: float | None = None,
     ) -> ReportResponse:
         """Report totals with a cost of `cost_j` at η = 0.5 and 100 W, optionally as a rank with Zeus's client."""
-        of_client = {} if of_zeus else {"judged_by": judged_by}
+        of_client = {} if of_zeus else {"judged_by": judged_by, "startup_s": startup_s}
         report = result(trial, cost_j=cost_j, metric=metric, epoch=epoch, **of_client)
         return await self.service.reports.record_report(report)
 
@@ -81,8 +82,8 @@ class JobService:
     async def beat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
         return await self.service.transact(self.service.commands.heartbeat, beat_of(trial, regular=regular))
 
-    async def reach(self, trial: TrialId, cost_j: float = 500.0) -> None:
-        assert (await self.report(trial, cost_j=cost_j, metric=0.95, epoch=5)).converged
+    async def reach(self, trial: TrialId, cost_j: float = 500.0, startup_s: float | None = None) -> None:
+        assert (await self.report(trial, cost_j=cost_j, metric=0.95, epoch=5, startup_s=startup_s)).converged
 
     Outcome = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED]
 

@@ -340,6 +340,8 @@ class Evaluation(WireMessage):
         energy_source: How the energy was measured, e.g. ``"nvml"`` or ``"estimate: 65 W stated"``.
         waited_share: Share of the time in which the training could run but waited for a core that other work used; None
             if unknown.
+        startup_s: Part of `time` that the first steps took beyond later steps, such as compilation; None if unknown.
+            The first evaluation's value counts.
         watched: Last values of the watched metrics; None, as from a Zeus client, keeps those of the report before.
         judged_by: The rule by which the training has judged this evaluation while the server was away; the server then
             applies the same rule. None: the server chooses the rule.
@@ -352,6 +354,7 @@ class Evaluation(WireMessage):
     current_epoch: Epochs
     energy_source: Text | None = None
     waited_share: Fraction | None = None
+    startup_s: NonNegativeFinite | None = None
     judged_by: StopRule | None = None
     watched: Watched | None = None
     rank: NonNegativeInt | None = None

@@ -27,6 +27,7 @@ from zeus_plugins.protocol._values import (
     Fraction,
     Identifier,
     Joules,
+    NonNegativeFinite,
     NonNegativeInt,
     Origin,
     PolicyName,
@@ -89,6 +90,7 @@ class TrialFacts(WireMessage):
         power_limits: Number of limits whose cost the training knew; None if it looks for no limit.
         waited_share: Share of its time in which the training could run but waited for a core that other work used; None
             if unknown. From a fifth on, the run counts as one on a busy machine.
+        startup_s: Part of `time_s` that the first steps took beyond later steps, such as compilation; None if unknown.
         watched: Last values of the metrics that the training watches, by name; None if it watches none.
         other_gpus: True if the job has other GPUs now than when the trial began: then its epochs count, not its costs.
     """
@@ -111,6 +113,7 @@ class TrialFacts(WireMessage):
     power_limit_w: Watts | None = None
     power_limits: PositiveInt | None = None
     waited_share: Fraction | None = None
+    startup_s: NonNegativeFinite | None = None
     watched: Watched | None = None
     other_gpus: bool = False
 
@@ -120,11 +123,13 @@ class TrialView(TrialFacts):
 
     Attributes:
         cost_j: ``η·energy + (1 − η)·max_power·time`` in joules at the last report; None before the first one.
+        startup_j: Joules of the start-up, in proportion to its share of the time until the first report.
         epochs: Epochs at the last report; None before the first one.
         owner: Id (no secret) of the token that the trial belongs to; None if the server asked for no token.
     """
 
     cost_j: float | None
+    startup_j: float | None = None
     epochs: float | None
     owner: str | None = None
 

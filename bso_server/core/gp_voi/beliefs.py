@@ -21,7 +21,7 @@ from bso_server.core.gp_voi.gaussian_process import (
     mixed,
     moments_given_larger,
 )
-from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, bounded_exp, laws
+from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, bounded_exp
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, comparable
 from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short
 from zeus_plugins.protocol import CreatedJob, EndReason, LearnedEpochs, Origin, TrialState
@@ -77,10 +77,8 @@ class Belief(NamedTuple):
         exact: Log epochs of the runs that reached the target, without pseudo-observations.
         failures: Number of runs that should have reached the target and did not; fades with time.
         costs: Evidence of the latest trials about the cost of an epoch, oldest first.
-        are_costs_guessed: True if `costs` is only a guess: from first epochs, which include the start-up, or from the
+        are_costs_guessed: True if `costs` is only a guess: from first epochs, which may include a start-up, or from the
             time before a change of costs.
-        log_startup: Log of the cost of an epoch until the first report, over the cost of a later epoch, in the size's
-            first trial with later epochs; None without such a trial.
         epoch_step: Epochs between two validations of the latest trial, at most 1.
         converged: True if the size is known to reach the target.
         survived: Most epochs that a run had without reaching the target, since the job last changed.
@@ -97,7 +95,6 @@ class Belief(NamedTuple):
     failures: float = 0.0
     costs: CostRuns = ()
     are_costs_guessed: bool = True
-    log_startup: float | None = None
     epoch_step: float = 1.0
     converged: bool = False
     survived: float = 0.0
@@ -161,15 +158,10 @@ class Belief(NamedTuple):
         costs = () if self.are_costs_guessed else self.costs
         return self._replace(costs=(*costs, run)[-CONSTANTS.most_cost_runs :], are_costs_guessed=False)
 
-    def perhaps_costing(self, first: CostRun, log_startup: float | None) -> Belief:
-        """Add a guess from a trial with a single report, unless the cost of an epoch is known already.
-
-        `log_startup` is the log of the start-up's factor on the cost until that report; None if it is not known.
-        """
+    def perhaps_costing(self, first: CostRun) -> Belief:
+        """Add a guess from a trial with a single report, unless the cost of an epoch is known already."""
         if not self.are_costs_guessed:
             return self
-        if log_startup is not None:
-            first = first._replace(log_cost=first.log_cost - log_startup, doubt=CONSTANTS.first_epoch_sd**2)
         return self._replace(costs=(*self.costs, first)[-CONSTANTS.most_cost_runs :])
 
     def drifting(self, drift: float, since: int) -> Belief:
@@ -304,7 +296,7 @@ def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     if outcome.reached:
         return after_successes(sizes, beliefs, [outcome])[0]
     index, log_epochs = outcome.index, math.log(outcome.epochs)
-    beliefs = _with_cost(sizes, _tested(sizes, beliefs, outcome), outcome)
+    beliefs = _with_cost(_tested(sizes, beliefs, outcome), outcome)
     if outcome.conclusive and any(belief.converged for belief in beliefs):
         beliefs = _after_failure(sizes, beliefs, index, log_epochs)
     else:
@@ -326,13 +318,13 @@ def after_successes(sizes: Sizes, beliefs: Beliefs, outcomes: Sequence[Outcome])
         if before and beliefs[outcome.index].is_taken_over:
             break
         before.append(beliefs)
-        beliefs = _after_success(_with_cost(sizes, beliefs, outcome), outcome)
+        beliefs = _after_success(_with_cost(beliefs, outcome), outcome)
     sums: dict[int, Surprises] = {}
     for number, deviation in _deviations(sizes, before, outcomes):
         outcome, index = outcomes[number], outcomes[number].index
         sums[index] = sums.get(index, before[0][index].surprises).including(deviation)
         if sums[index].most > CONSTANTS.cusum_bound:
-            return _after_success(_after_drift(_with_cost(sizes, before[number], outcome)), outcome), number + 1
+            return _after_success(_after_drift(_with_cost(before[number], outcome)), outcome), number + 1
     for index, surprises in sums.items():
         beliefs = _changed(beliefs, index, surprises=surprises)
     return beliefs, len(before)
@@ -370,26 +362,14 @@ def _deviations(sizes: Sizes, before: Sequence[Beliefs], outcomes: Sequence[Outc
     ]
 
 
-def expected_startup(sizes: Sizes, beliefs: Beliefs, index: int) -> float | None:
-    """Return `Belief.log_startup` of the nearest size that has one, or None."""
-    octaves = laws(sizes).octaves[index]
-    known = [number for number, belief in enumerate(beliefs) if belief.log_startup is not None]
-    return beliefs[min(known, key=octaves.__getitem__)].log_startup if known else None
-
-
-def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
+def _with_cost(beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     """Add the trial's cost of an epoch; a trial with a single report gives only a guess."""
-    index, first, later = outcome.index, outcome.first, outcome.cost
+    index = outcome.index
     belief = beliefs[index]._replace(epoch_step=min(outcome.epoch_step, 1.0), crashed=0)
-    if later is None:
-        if first is not None:
-            # Only the first trial of a size tries power limits, so a later trial needs no such correction.
-            startup = 0.0 if belief.has_cost else expected_startup(sizes, beliefs, index)
-            belief = belief.perhaps_costing(first, startup)
+    if outcome.cost is None:
+        belief = belief if outcome.first is None else belief.perhaps_costing(outcome.first)
         return beliefs_with(beliefs, belief, index)
-    if not belief.has_cost and first is not None:
-        belief = belief._replace(log_startup=first.log_cost - later.log_cost)
-    beliefs = beliefs_with(beliefs, belief.costing(later), index)
+    beliefs = beliefs_with(beliefs, belief.costing(outcome.cost), index)
     change = change_of([belief.costs for belief in beliefs], index)
     if change is None:
         return beliefs

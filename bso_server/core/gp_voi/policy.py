@@ -21,7 +21,6 @@ from bso_server.core.gp_voi.beliefs import (
     after_all,
     begun,
     beliefs_with,
-    expected_startup,
     has_crashed,
     learned,
     trials_missed,
@@ -106,10 +105,7 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
 def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     """Bound a running trial that was dispatched without a bound; None if it is too early to decide.
 
-    The first report of a size's first trial includes the start-up and the trial of power limits. The cost of an epoch
-    without them is a guess, from the start-up of the nearest size, and is set lower by one `startup_sd`. This guess may
-    end the trial only at this report. It may not end the trial if it makes another size the incumbent, or the incumbent
-    much cheaper, because then the trial would be judged by its own guess.
+    The first report of a trial is too early if the start-up is unknown.
     """
     job = history.job
     others = [each for each in history.in_flight if each.trial_number != trial.trial_number]
@@ -118,25 +114,12 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     if not available_of(history) or not _has_own_run(beliefs):
         return unbounded(job.max_epochs)
     index = job.batch_sizes.index(trial.batch_size)
-    belief, is_guess, run = beliefs[index], False, CostRun.of(job, trial)
+    belief, run = beliefs[index], CostRun.of(job, trial)
     if run is None and belief.are_costs_guessed:
-        if trial.report_count > 1:
-            return unbounded(job.max_epochs)
-        first = CostRun.until_first(job, trial)
-        startup = None if belief.has_cost else expected_startup(Sizes.of(job), beliefs, index)
-        if startup is None or first is None:
-            return None
-        run, is_guess = first._replace(log_cost=first.log_cost - startup - CONSTANTS.startup_sd, epochs=math.inf), True
+        return unbounded(job.max_epochs) if trial.report_count > 1 else None
     if run is not None:
         beliefs = beliefs_with(beliefs, belief.costing(run), index)
-    forecast = Forecast.of(history, beliefs, others, trusted=index)
-    if is_guess:
-        before = Forecast.of(history, beliefs_with(beliefs, belief, index), others)
-        cheaper = float(before.mean[before.incumbent] - forecast.mean[before.incumbent])
-        if forecast.incumbent != before.incumbent or cheaper > CONSTANTS.moved:
-            return None
-    found = bound(job, forecast, index, trial.origin)
-    return None if is_guess and found.epochs > trial.epoch else found
+    return bound(job, Forecast.of(history, beliefs, others, trusted=index), index, trial.origin)
 
 
 def _is_known(beliefs: Beliefs) -> bool:
@@ -395,7 +378,7 @@ def check(job: CreatedJob) -> None:
 
 
 POLICY = Policy(
-    version="9",
+    version="10",
     suggest=suggest,
     explain=explain,
     expectations=expectations,

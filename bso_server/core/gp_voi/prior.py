@@ -70,10 +70,7 @@ class GpVoiConstants:
     slowed_sd: float = 1.0  # and by how much: σ of its log cost
     epoch_sd: float = 0.06  # prior guess of the σ of an epoch's cost within a run, as a share of the mean
     epoch_sd_freedom: float = 2.0  # degrees of freedom that this guess is worth
-    first_epoch_sd: float = 0.5  # σ of the cost guessed from a first epoch and the start-up of another size
     most_cost_runs: int = 8  # number of latest runs of a size that count for the cost of an epoch
-    moved: float = 0.1  # a guess that lowers the incumbent's expected cost (log) by more than this stops no trial
-    startup_sd: float = 0.2  # σ, between sizes, of the log of the start-up's factor on the first epoch's cost
     scale_dof: float = 4.0  # degrees of freedom of the Student-t process: fewer widen beliefs sooner after a surprise
     largest_scale: float = 16.0  # largest factor by which a variance is widened
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self, TypeAlias
 import numpy as np
 
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, bounded_exp
-from bso_server.core.model import TrialRecord, cost_deviations_j2, log_costs_per_epoch
+from bso_server.core.model import TrialRecord, cost_deviations_j2, log_costs_per_epoch, set_apart
 from bso_server.core.verdict import CompletedRun
 from zeus_plugins.protocol import CreatedJob, is_busy
 
@@ -51,7 +51,7 @@ class CostRun(NamedTuple):
         deviations: Relative spread of the costs of these epochs: ``Σ e · (r/m − 1)²`` over the reports after the first,
             with e, r and m as in `Deviations`, for costs.
         freedom: Degrees of freedom of `deviations`: number of reports after the first, less one.
-        doubt: Variance of log_cost for other reasons, such as a start-up.
+        doubt: Variance of log_cost for other reasons, such as an unusual wait for a CPU core.
         drift: Change of the log costs of another size since this run; 0 if none.
         number: Number of the trial.
         waited_share: Share of its time for which the run waited for a CPU core.
@@ -68,9 +68,10 @@ class CostRun(NamedTuple):
 
     @classmethod
     def of(cls, job: CreatedJob, trial: TrialRecord) -> Self | None:
-        """Return the evidence of a trial since its first report, or None."""
+        """Return the evidence of a trial without the part that is `set_apart`, or None."""
         _, log_cost = log_costs_per_epoch(job, trial)
-        run = cls._at(trial, log_cost, trial.epoch - trial.first_epoch)
+        _, apart_epochs = set_apart(trial.startup_s, trial.first_time_s, trial.first_epoch)
+        run = cls._at(trial, log_cost, trial.epoch - apart_epochs)
         deviations_j2 = cost_deviations_j2(job, trial)
         if run is None or log_cost is None or deviations_j2 is None:
             return run
