@@ -560,10 +560,10 @@ def arms_after(
 
 
 def set_apart(startup_s: float | None, first_time_s: float, first_epoch: float) -> tuple[float, float]:
-    """Return the share of the cost until a trial's first report, and the epochs, that do not show the cost of an epoch.
+    """Return the share of a first report's cost, and its epochs, to leave out of the cost of an epoch.
 
-    These are the share of the start-up, whose energy is taken to be in proportion to its time, and no epochs. If the
-    start-up is unknown, the whole first report is set apart, because it may also contain a trial of power limits.
+    The share is the start-up's in the time, as its energy is not measured; no epochs are left out. If the start-up is
+    unknown, the whole report is left out, because it may also contain a trial of power limits.
     """
     if startup_s is None or startup_s >= first_time_s:
         return 1.0, first_epoch

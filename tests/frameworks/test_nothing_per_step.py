@@ -22,9 +22,9 @@ from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitSample
 
 TRANSPORT = "_transport.py"  # The network decides into how many pieces an answer is split.
 PACKAGE = str(Path(zeus_plugins.__file__).parent)
-# The first few steps of an epoch are counted.
-STEPS = (6, 9)
-BATCH_SIZE = 16
+# The first few steps of an epoch are counted, and the first thirty of a training are timed.
+STEPS = (35, 38)
+BATCH_SIZE = 4
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def test_more_steps_add_no_calls_of_package(bench: FrameworkBench, make: Callabl
     calls = []
     for steps in STEPS:
         callback = make(bench)
-        training = bench.training(callback, samples=steps * BATCH_SIZE)
+        training = bench.training(callback, size=BATCH_SIZE, samples=steps * BATCH_SIZE)
         gc.collect()  # Otherwise a collection during the count might close generators of an earlier training.
         with counted_calls() as counted:
             training.train()

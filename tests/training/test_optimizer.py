@@ -42,7 +42,14 @@ from zeus_plugins.errors import (
 )
 from zeus_plugins.protocol import ZEUS, GpuConfig, TrialState
 
-MEASURED = {"energy_source": "nvml", "judged_by": None, "waited_share": 0.0, "watched": None, "rank": 0}
+MEASURED = {
+    "energy_source": "nvml",
+    "judged_by": None,
+    "waited_share": 0.0,
+    "startup_s": None,
+    "watched": None,
+    "rank": 0,
+}
 FAILED = TRIAL | {"outcome": "failed", "refused_size": False, "ended_early": True, "detail": None}
 
 

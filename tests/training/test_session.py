@@ -38,7 +38,7 @@ from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.trial import TrialInfo
 
 UNNAMED_JOB = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
-MEASURED = {"energy_source": "nvml", "judged_by": None, "waited_share": 0.0, "watched": None}
+MEASURED = {"energy_source": "nvml", "judged_by": None, "waited_share": 0.0, "startup_s": None, "watched": None}
 
 
 # --- Asking ---------------------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def test_resumed_trial_continues_the_totals_with_the_open_window() -> None:
     resumed.begin_measurement()
     resumed.report_evaluation(0.9)
     report = {"time": 5.5, "energy": 160.0, "metric": 0.9, "current_epoch": 2, "judged_by": None}
-    source = {"energy_source": "nvml + estimate: 65 W stated", "waited_share": 0.0, "watched": None}
+    source = {"energy_source": "nvml + estimate: 65 W stated", "waited_share": 0.0, "startup_s": None, "watched": None}
     assert server.requests == [("POST", "/report", TRIAL | report | source)]
 
 

@@ -52,6 +52,7 @@ from zeus_plugins.training.arguments import check_watch
 from zeus_plugins.training.defaults import JobPlan, check_direction
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of, outcome_of
+from zeus_plugins.training.startup import FirstSteps
 from zeus_plugins.training.trial import TrialInfo
 
 _WINDOW = "zeus_bso_trial"
@@ -107,6 +108,8 @@ class TrialSession:
         self._client = client
         self.monitor = BridgedMonitor(as_energy_monitor(monitor), strict=True)
         self._waiting = Waiting()
+        # Until the first report of the trial; None in a resumed trial, as its first steps may have been before.
+        self._first_steps: FirstSteps | None = None
         self._outbox = outbox or default_outbox()
         self._rank = rank
         self._key = secrets.token_hex(16)  # by which a repeated request finds the same trial
@@ -328,6 +331,8 @@ class TrialSession:
                 "the measurement has begun already: begin it once per training. If find_executable_batch_size repeats"
                 " the loop, remove it: a run that is out of memory excludes its batch size"
             )
+        if not self.trial.time_s:
+            self._first_steps = FirstSteps()
         self._begin_window()
 
     def report_evaluation(
@@ -356,6 +361,9 @@ class TrialSession:
         if not (math.isfinite(epoch) and epoch > 0):
             raise ZeusBSOBadOperationError(f"epoch counts epochs trained so far and is above 0, not {epoch}")
         self._measure(self._end_window)
+        if self._first_steps is not None:
+            self._update(startup_s=self._first_steps.startup_s())
+            self._first_steps = None
         self._update(epoch=epoch)
         metric = as_written(float(metric))
         if math.isfinite(metric):
@@ -407,7 +415,12 @@ class TrialSession:
         """
         if self._reporter is None or self._ended:
             return
-        self._update(power_profile=PowerProfile(gpus=choice.gpus, samples=choice.samples))
+        profile = PowerProfile(gpus=choice.gpus, samples=choice.samples)
+        if self._first_steps is not None and profile != self.trial.power_profile:
+            # This epoch has tried limits, so that its first steps differ from later steps for another reason.
+            self._first_steps.close()
+            self._first_steps = None
+        self._update(power_profile=profile)
         job = self._reporter.job
         if any(getattr(job, name) != value for name, value in choice.gpus):
             _logger.warning(
@@ -429,6 +442,8 @@ class TrialSession:
         if self._ended:
             return
         self._ended = True
+        if self._first_steps is not None:
+            self._first_steps.close()
         closing = last_requests(self._client.timeout_s)
         if error is None and self.has_trial and self.trial.epoch is not None:
             self._warn_of_unwatched()
@@ -620,6 +635,7 @@ class TrialSession:
             energy_source=trial.energy_source,
             judged_by=rule if is_repeated and rule.confirmed else None,
             waited_share=trial.waited_share,
+            startup_s=trial.startup_s,
             watched=trial.watched,
             rank=self._rank,
         )

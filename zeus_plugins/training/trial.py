@@ -53,6 +53,7 @@ class TrialInfo(WireMessage):
         energy_source: Source of the energy measurement; None before the first window closes.
         cost_j: Cost of the same windows, joules; None if unknown; not in checkpoints.
         waited_s: Seconds of `time_s` in which the training could run but waited for a core; None if unknown.
+        startup_s: Part of `time_s` that the first steps took beyond later ones; None if unknown.
         epoch: Epochs trained at the latest evaluation.
         metric: Latest finite validation metric.
         watched: Latest values of the watched metrics, by name; None if there are none.
@@ -77,6 +78,7 @@ class TrialInfo(WireMessage):
     energy_source: str | None = None
     cost_j: float | None = Field(default=None, exclude=True)
     waited_s: NonNegativeFinite | None = None
+    startup_s: NonNegativeFinite | None = None
     epoch: float | None = None
     metric: float | None = None
     watched: Watched | None = None

@@ -10,10 +10,10 @@ down_revision = "0007"
 
 
 def upgrade() -> None:
-    """Add the start-up of trials, unknown for those so far."""
+    """Add the start-up of trials; it is unknown for earlier trials."""
     op.add_column("trials", sa.Column("startup_s", sa.Double))
 
 
 def downgrade() -> None:
-    """Drop it."""
+    """Drop the start-up of trials."""
     op.drop_column("trials", "startup_s")
