@@ -34,6 +34,12 @@ _HEAVY = frozenset({"torch"})
 # The bill of materials omits packages that only trainings need: each training image has its own versions.
 _BILLED = "server,postgres,mysql"
 
+# All packages of an installation without extras: it must not add others to a training image, nor change its own.
+_LIGHT = frozenset(
+    {"annotated-types", "anyio", "certifi", "h11", "httpcore", "httpx", "idna", "nvidia-ml-py", "pydantic"}
+    | {"pydantic-core", "sniffio", "typing-extensions", "typing-inspection", "zeus-plugins"}
+)
+
 _LIGHT_USE = "import zeus_plugins, zeus_plugins.energy, zeus_plugins.power_limit; zeus_plugins.JobSpec"
 _SERVER_USE = """
 from zeus_plugins.client import client_from_environment
@@ -198,6 +204,8 @@ def check(pythons: Iterable[str], extras: Sequence[str]) -> None:
                 resolve = ["--dry-run", "--quiet", "--report", str(report), "--constraint", str(CONSTRAINTS)]
                 _run([program, "-m", "pip", "install", *resolve, wanted])
                 names = {each["metadata"]["name"] for each in json.loads(report.read_text())["install"]}
+                if not extra and (more := {_normal(name) for name in names} - _LIGHT):
+                    raise ReleaseError(f"an installation without extras brings {', '.join(sorted(more))}, too")
                 outcome = f"resolved, as it needs {', '.join(sorted(names & _HEAVY))}"
                 if not names & _HEAVY:
                     _run([program, "-m", "pip", "install", "--quiet", wanted])
@@ -213,6 +221,8 @@ def _use(python: Path, home: Path, *, has_server: bool) -> None:
     _run([python, "-c", _LIGHT_USE], home)
     if (said := _run([programs / "zeus-plugins", "--version"], home)) != f"zeus-plugins {VERSION}\n":
         raise ReleaseError(f"zeus-plugins --version says {said!r}, not {VERSION}")
+    _run([programs / "zeus-plugins", "doctor"], home, statuses=(0, 1))
+    _run([programs / "zeus-plugins", "energy", "--monitor", "estimate", "--power-w", "65", "--", python, "-V"], home)
     if has_server:
         _run([python, "-c", _SERVER_USE], home)
         shown = json.loads(_run([programs / "bso-server", "jobs", "list", "--json"], home))

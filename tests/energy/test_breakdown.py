@@ -67,18 +67,22 @@ def test_amounts_of_a_checkpoint_are_continued_at_the_present_rate(monkeypatch: 
         assert (told["zeus/money"], "zeus/co2_g" in told) == (pytest.approx(after), False)
 
 
-def test_command_reports_the_parts_and_the_money(
+def test_command_reports_the_parts_and_the_money_and_the_energy_above_the_stated_idle_power(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(power_mw=100_000)]))
     monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "0.36")
+    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "60")
     arguments = ["energy", "--monitor", "nvml-power", "--json", "--", "sleep", "0.05"]
     assert main(arguments) == 0
     told = json.loads(capfd.readouterr().err)
     assert told["money"] == pytest.approx(told["energy_j"] * 1e-7)
     assert told["gpu_0_energy_j"] == told["energy_j"]
+    assert told["energy_above_stated_idle_j"] == pytest.approx(told["energy_j"] - 60 * told["time_s"])
     assert main([each for each in arguments if each != "--json"]) == 0
-    assert re.search(r", money [\de.-]+, gpu_0_energy_j [\d.]+", capfd.readouterr().err)
+    assert re.search(
+        r", money [\de.-]+, energy_above_stated_idle_j [\d.]+, gpu_0_energy_j [\d.]+", capfd.readouterr().err
+    )
 
 
 def test_energy_above_the_stated_idle_power_is_reported_beside_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,16 +98,6 @@ def test_energy_above_the_stated_idle_power_is_reported_beside_the_total(monkeyp
         ZeusBSOConfigError, match="ZEUS_IDLE_POWER_W is '-1': set it to a finite number of watts above 0"
     ):
         EpochMeter(ReplayMonitor([], GPUS))
-
-
-def test_command_reports_the_energy_above_the_stated_idle_power(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(power_mw=100_000)]))
-    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "60")
-    assert main(["energy", "--monitor", "nvml-power", "--json", "--", "sleep", "0.05"]) == 0
-    told = json.loads(capfd.readouterr().err)
-    assert told["energy_above_stated_idle_j"] == pytest.approx(told["energy_j"] - 60 * told["time_s"])
 
 
 def test_invalid_price_is_refused_before_the_command_runs(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.energy_bench import window
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
-from tests.support.fake_powercap import RANGE_UJ, add_zone, spend_uj
+from tests.support.fake_powercap import add_zone, spend_uj
 from zeus_plugins.energy import Measurement, NvmlMonitor, NvmlPowerMonitor, RaplMonitor
 
 NOT_COUNTED = "but estimate: {:g} W for 1 of 1 devices, whose counter does not count"
@@ -49,13 +49,6 @@ def test_only_the_time_of_an_impossible_reading_is_estimated(tmp_path: Path) -> 
     assert measured.energy_j == 2 * 800.0 + 2 * 1250.0
     assert "estimate: 125 W for 1 of 1 devices" in measured.source
     assert window(monitor, clock, 10.0, lambda: spend_uj(tmp_path, PACKAGE, 800_000_000)).source == "rapl"
-
-
-def test_possible_wrap_is_measured(tmp_path: Path) -> None:
-    add_zone(tmp_path, PACKAGE, "package-0", energy_uj=RANGE_UJ - 1000)
-    clock = Clock()
-    monitor = RaplMonitor(root=tmp_path, clock=clock)
-    assert window(monitor, clock, 10.0, lambda: spend_uj(tmp_path, PACKAGE, 10**9)) == Measurement(10.0, 1000.0, "rapl")
 
 
 def test_gap_in_which_a_package_may_wrap_twice_is_named(tmp_path: Path) -> None:

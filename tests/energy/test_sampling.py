@@ -97,27 +97,6 @@ def test_integral_matches_numpy(readings: list[tuple[float, float]]) -> None:
     assert integral.energy_uj() / 1e6 == pytest.approx(trapezoid(powers_w, times_s), rel=1e-9, abs=1e-6)
 
 
-@settings(deadline=None)
-@given(
-    before_w=st.floats(min_value=0.0, max_value=1000.0),
-    after_w=st.floats(min_value=0.0, max_value=1000.0),
-    interval_s=st.floats(min_value=0.01, max_value=1.0),
-    place=st.floats(min_value=0.0, max_value=1.0),
-)
-def test_error_of_a_step_is_at_most_half_an_interval(
-    before_w: float, after_w: float, interval_s: float, place: float
-) -> None:
-    """Check the error that `NvmlPowerMonitor` documents."""
-    meter, clock = Meter(before_w), Clock(now_s=0.0)
-    integral = IntegratedPower(meter, clock)
-    integral.energy_uj()
-    clock.now_s, meter.power = interval_s, after_w
-    true_j = interval_s * (place * before_w + (1 - place) * after_w)
-
-    stated_j = abs(after_w - before_w) * interval_s / 2
-    assert abs(integral.energy_uj() / 1e6 - true_j) <= stated_j + 1e-6
-
-
 def test_mean_of_the_past_second_is_not_read_where_the_present_power_is_known() -> None:
     gpu, clock = FakeGpu(counter_mj=None, power_mw=80_000, instant_mw=400_000), Clock()
     assert window(NvmlPowerMonitor(nvml=FakeNvml([gpu]), clock=clock), clock, 0.5).energy_j == pytest.approx(200.0)

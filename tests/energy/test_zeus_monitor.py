@@ -15,7 +15,6 @@ from tests.support.servers import ServerProcess
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import (
-    EpochMeter,
     EstimateMonitor,
     Measurement,
     ZeusMonitorAdapter,
@@ -193,24 +192,3 @@ def test_training_accepts_a_monitor_in_the_style_of_zeus(
         optimizer.on_evaluate(0.95)
         (trial,) = client.show_job("zeus").trials
     assert (trial.time_s, trial.energy_j, trial.energy_source) == (2.0, 42.5, "FakeZeusMonitor")
-
-
-def test_epochs_with_a_changed_energy_source_are_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    silent = FakeZeusMeasurement(gpu_energy={0: 0.0})
-    answers = (FakeZeusMeasurement(), silent, silent, FakeZeusMeasurement(), FakeZeusMeasurement())
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(max_power_mw=500_000)]))
-    meter = EpochMeter(FakeZeusMonitor(*answers))
-    with caplog.at_level(logging.INFO, logger="zeus_plugins.energy"):
-        meter.begin()
-        assert meter.end_epoch()["zeus/energy_j"] == 42.5
-        for _ in range(3):
-            meter.end_epoch()
-        meter.end()
-    told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
-    assert told == [
-        "energy of the training: FakeZeusMonitor",
-        "energy of the training: FakeZeusMonitor, but estimate: 500 W, for it measured 0 J",
-        "energy of the training: FakeZeusMonitor",
-    ]

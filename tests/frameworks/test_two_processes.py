@@ -58,18 +58,13 @@ def job_id_of(way: str) -> str:
     return f"digits-{way.replace(' ', '-')}"
 
 
-def batch_size_of(way: str) -> int:
-    """Return the batch size; an odd share shows that the trainer's batch is global, as accelerate splits evenly."""
-    return 42 if "split" in way else BATCH_SIZE
-
-
 def rank_here() -> int:
     # Lightning sets no rank for its script's own process
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
 
 
 def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
-    """Train at most two epochs, or one in ways of a single framework.
+    """Train at most two epochs.
 
     Returns:
         Observations of this process.
@@ -77,15 +72,11 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
     kind = import_module(f"tests.support.{name}").Bench
     url = NOWHERE if way == "without server" else server_url
     bench: FrameworkBench = kind(argparse.Namespace(url=url), job_id_of(way), folder / "checkpoints" / way)
-    own = import_module("tests.support.hf_bench").WAYS.get(way) if name == "hf_bench" else None
-    epochs = 2 if own is None else 1
     target = TARGETS.get(way, AT_ONCE)
-    size = batch_size_of(way)
-    sizes_of_job = (NEXT_SIZE, size) if way in ("finish", "crash") else (size,)
-    job = bench.job(
-        target, batch_sizes=sizes_of_job, default_batch_size=size, max_epochs=epochs, higher_is_better_metric=True
-    )
-    options = {"scores": (SCORES[name][rank_here()],), "epochs": epochs, **OPTIONS[name], **(own or {})}
+    sizes_of_job = (NEXT_SIZE, BATCH_SIZE) if way in ("finish", "crash") else (BATCH_SIZE,)
+    spec = {"default_batch_size": BATCH_SIZE, "max_epochs": 2, "higher_is_better_metric": True}
+    job = bench.job(target, batch_sizes=sizes_of_job, **spec)
+    options = {"scores": (SCORES[name][rank_here()],), "epochs": 2, **OPTIONS[name]}
     said: dict[str, Any] = {"server_url": url}
     asked = {"mode": "max", "target": target, "job_id": bench.job_id} if way == "guessed" else {"job": job}
     if way == "beyond":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -59,12 +59,6 @@ def test_spawned_processes_share_trial(bench: Bench, tmp_path: Path) -> None:
 def test_fsdp_needs_gpu() -> None:
     with pytest.raises(ValueError, match="requires a GPU"):
         quiet_trainer(strategy=FSDPStrategy())
-
-
-def test_deepspeed_needs_gpu() -> None:
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    with pytest.raises(RuntimeError, match="only supported on CUDA GPUs"):
-        quiet_trainer(strategy=DeepSpeedStrategy()).fit(Classifier())
 
 
 # The trainings: ``python -m tests.lightning.test_sharded SERVER_URL JOB_ID FOLDER [DATA_PARALLEL TENSOR_PARALLEL]``.

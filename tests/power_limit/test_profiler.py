@@ -268,15 +268,6 @@ def test_epochs_of_unknown_length_shrink_the_windows_after_the_first_epoch(where
     zeus.close()
 
 
-def test_calls_after_the_end_have_no_effect(where: ReplayMachine) -> None:
-    zeus = profiler(where)
-    train(where, zeus, 2)
-    zeus.close()
-    zeus.close()
-    assert train(where, zeus) == [FOUND_W] * 12
-    assert zeus.is_done
-
-
 def test_queued_work_is_awaited_at_both_ends_of_a_window(where: ReplayMachine) -> None:
     seen: list[float] = []
     zeus = profiler(where, synchronize=lambda: seen.append(where.time_s))

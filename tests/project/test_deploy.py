@@ -305,50 +305,6 @@ class TestSlurm:
         assert (tmp_path / "called").read_text() == submitted
 
 
-@pytest.mark.slow
-def test_data_parallel_job_is_a_single_trial_on_all_nodes(server: ServerProcess, tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    (launch,) = [each for each in LAUNCHES if each.place.endswith("trainjob-data-parallel.yaml")]
-    here = {"--accelerator=gpu": "--accelerator=cpu", "--devices=2": "--devices=1"}
-    arguments = [here.get(argument, argument) for argument in launch.arguments]
-    assert (launch.command[0], set(here) <= set(launch.arguments)) == ("torchrun", True)
-    # Environment set by the operator, with one process per node.
-    environ = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "ZEUS_SERVER_URL": server.url,
-        "PET_NNODES": "2",
-        "PET_NPROC_PER_NODE": "1",
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(free_port()),
-    }
-    nodes = []
-    for rank in range(2):
-        with (tmp_path / f"{rank}.txt").open("w") as output:
-            nodes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "torch.distributed.run", *launch.command[1:], *arguments],
-                    env={**environ, "PET_NODE_RANK": str(rank)},
-                    cwd=ROOT,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        # A node waits long for a dead sibling.
-        statuses = [node.wait(300) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
-    assert statuses == [0, 0], "\n".join(path.read_text() for path in sorted(tmp_path.glob("*.txt")))
-    with BsoClient(server.url) as client:
-        (trial,) = client.show_job("digits-trainjob-parallel").trials
-    assert (trial.state, trial.batch_size) == ("completed", 64)
-    assert trial.energy_source is not None
-    assert "2 nodes" in trial.energy_source
-
-
 def test_documentation_mentions_every_file_of_deploy() -> None:
     text = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
     own = [*DOCKERFILES, DEPLOY / "compose.yaml", *TRAININGS.rglob("*.yaml"), *DEPLOY.glob("github/*.yaml")]

@@ -6,7 +6,6 @@ import argparse
 import importlib
 import json
 import os
-import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,24 +108,6 @@ def test_changed_sentiment_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: p
     # For short posts, 512 and 1024 are the cheapest; for long reviews, 1024 costs more than twice as much as 128.
     assert max(sizes[5:13]) >= 512
     assert max(sizes[-5:]) < 512
-
-
-def test_images_of_mnist_equal_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchvision", reason="MNIST is read by torchvision, which is not installed")
-    monkeypatch.syspath_prepend(EXAMPLES)
-    folder = tmp_path / "MNIST" / "raw"
-    folder.mkdir(parents=True)
-    for name, count in (("train", 3), ("t10k", 2)):
-        # Format: two zeros, the code for unsigned bytes (8), the number of dimensions, and each dimension.
-        head = struct.pack(">BBBBIII", 0, 0, 8, 3, count, 28, 28)
-        (folder / f"{name}-images-idx3-ubyte").write_bytes(head + bytes([255]) * (count * 28 * 28))
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(
-            struct.pack(">BBBBI", 0, 0, 8, 1, count) + bytes([7] * count)
-        )
-    train, validation = importlib.import_module("images").mnist(tmp_path)
-    assert (len(train), len(validation)) == (3, 2)
-    pixels, label = train[0]
-    assert (pixels.shape, pixels.max().item(), label.item()) == ((784,), 1.0, 7)
 
 
 # Slices in files

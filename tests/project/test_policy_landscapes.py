@@ -81,13 +81,6 @@ def test_quantiles_of_a_generated_job_are_exact() -> None:
     assert heavy.max() > 1e6 * math.exp(4 * 0.3)
 
 
-def test_first_epoch_of_a_size_costs_15_percent_more() -> None:
-    profile = sizes_of(JOB).profiles[8]
-    assert profile.epoch_j == 1500
-    assert profile.profiling is not None
-    assert profile.profiling.energy_j == pytest.approx(1150)
-
-
 def made_cases(row: str) -> list[Case]:
     return ROWS[row].cases(Path("not needed"), 100)
 

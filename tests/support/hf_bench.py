@@ -191,22 +191,6 @@ class PreparedTrainer(Trainer):
         return self.accelerator.prepare(DataLoader(self.train_dataset, batch_size=16, shuffle=True))
 
 
-STREAM: dict[str, Any] = {"data": {"train_dataset": Stream()}, "max_steps": 3}
-# Data and arguments of trainings on two processes.
-WAYS: dict[str, dict[str, Any]] = {
-    "accumulation": {"accumulation": 2},
-    "prepared": {"kind": PreparedTrainer},
-    "raw": {"kind": HardCodedTrainer},
-    "split": {"accelerator_config": {"split_batches": True}},
-    "split prepared": {"kind": PreparedTrainer, "accelerator_config": {"split_batches": True}},
-    "dispatch": {"accelerator_config": {"dispatch_batches": True}},
-    "split dispatch": {"accelerator_config": {"dispatch_batches": True, "split_batches": True}},
-    "stream": STREAM,
-    "stream in shares": {**STREAM, "accelerator_config": {"dispatch_batches": False}},
-    "stream split": {**STREAM, "accelerator_config": {"dispatch_batches": False, "split_batches": True}},
-}
-
-
 class BuiltOnceTrainer(Trainer):
     """Trainer that returns the same loader repeatedly."""
 

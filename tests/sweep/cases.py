@@ -151,14 +151,22 @@ UNSCHEDULED = {"stream", "size read once", "manual optimization", "accumulated b
 # The other trainings have their own scheduler, or are refused with any scheduler.
 UNSCHEDULED |= {"length computed once", "items that are batches", "accumulation by schedule", *RATES}
 
+STREAM: dict[str, Any] = {"trainer_options": {"train_dataset": hf_bench.Stream()}, "max_steps": 8}
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "loader in a subclass": {"kind": hf_bench.HardCodedTrainer},
     "prepared loader in a subclass": {"kind": hf_bench.PreparedTrainer},
     "loader built once": {"kind": hf_bench.BuiltOnceTrainer},
-    "stream": {"trainer_options": {"train_dataset": hf_bench.Stream()}, "max_steps": 8},
+    "stream": STREAM,
+    "stream in shares": STREAM | {"accelerator_config": {"dispatch_batches": False}},
+    "stream in split shares": STREAM | {"accelerator_config": {"dispatch_batches": False, "split_batches": True}},
     "split_batches": {"accelerator_config": {"split_batches": True}},
+    "split_batches of a prepared loader": {
+        "kind": hf_bench.PreparedTrainer,
+        "accelerator_config": {"split_batches": True},
+    },
     "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    "dispatch_batches and split_batches": {"accelerator_config": {"dispatch_batches": True, "split_batches": True}},
     "drop_last": {"dataloader_drop_last": True, "per_device_eval_batch_size": 4},
     "little data": {"trainer_options": {"train_dataset": hf_bench.Digits(length=10)}},
     "little data and drop_last": {

@@ -101,12 +101,6 @@ def test_script_may_leave_the_loop_at_the_target(tmp_path: Path) -> None:
     assert (bench.result["reached"], bench.result["end_epoch"], bench.result["time"]) == (True, 1, 2.0)
 
 
-def test_training_without_the_target_ends_with_the_last_epoch(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, max_epochs=3)
-    assert bench.run(iter([0.1] * 9)) == [0, 1, 2]
-    assert (bench.result["reached"], bench.result["end_epoch"]) == (False, 3)
-
-
 def test_lower_metric_may_be_better(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for _ in bench.train.epochs():

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.fake_trainer import FakeTrainer
 from tests.support.frameworks import Powered
-from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, TABLE, is_as_the_table, machine
+from tests.support.power_limit_bench import BEST_W, FOUND_W, TABLE, is_as_the_table, machine
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import PowerLimitProfile
 from zeus_plugins.protocol import GpuConfig, PowerLimitChoice, PowerLimitSample, PowerProfile
@@ -158,13 +158,6 @@ def test_limits_known_to_the_trial_are_not_measured_again() -> None:
     assert training.steps(5) == [100.0] * 3 + [BEST_W] * 2
     assert training.found.profile is not None
     assert training.found.profile.batch_size == 64
-
-
-def test_no_step_is_measured_if_every_limit_is_known() -> None:
-    training = Training(Keeper(known(*LIMITS_W)))
-    assert training.done == ["done"]
-    assert training.logged == [{"zeus/power_limit_w": BEST_W}]
-    assert training.steps(2) == [BEST_W] * 2
 
 
 def test_without_a_trial_the_given_size_counts(tmp_path: Path) -> None:
