@@ -156,12 +156,15 @@ def test_steps_at_own_size_equal_steps_without_callback(bench: Bench, options: d
     assert bench.only_trial().state is TrialState.EXHAUSTED
 
 
-def test_optimizer_without_schedule_gets_schedule_of_trial_length(bench: Bench) -> None:
+def test_optimizer_without_schedule_gets_schedule_of_trial_length(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     bench.complete_first_trial(bench.job())
     model, rates = Classifier(), Watch()
     data = {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
     bench.trainer(bench.callback(), rates, data=data, lr_scheduler_type="linear").train()
     assert rates.rates == pytest.approx([0.1 * (1 - step / 7) for step in range(7)])
+    assert "docs/schedules.md" not in caplog.text
 
 
 class Meddler(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Scaling of learning rates to the batch size.
+"""Scaling of learning rates to the batch size, and warnings of rates that a script sets itself.
 
 Linear: ``k = b / b0`` (Goyal et al. 2017, "Accurate, Large Minibatch SGD", the linear scaling rule), made for SGD.
 Square root: ``k = sqrt(b / b0)`` (Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks";
@@ -7,7 +7,8 @@ Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algori
 Auto: the rule that was made for the optimizer's kind, for batch sizes above the default; below it, the rate of the
 default size was never worse (docs/schedules.md).
 
-Learning rates that a script sets itself undo the scaling; docs/schedules.md describes the remedy.
+Learning rates that a script sets itself undo the scaling. The first of such problems in a training causes a warning;
+docs/schedules.md describes the remedies.
 
 This module does not import torch: it recognises optimizers and schedulers by their attributes.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -163,3 +164,49 @@ class _Scaler:
             return False
         self._done[id(thing)] = thing
         return True
+
+
+class ScheduleWatch:
+    """Warns once if a schedule has ended before the training, or if something else sets the learning rates."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        # Each scaled optimizer with its rates, and whether it has a scheduler.
+        self._scaled: list[tuple[Any, list[float], bool]] = []
+        self._has_warned = False
+
+    def scaled(self, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+        """Remember the scaled rates of optimizers."""
+        moved = {id(getattr(scheduler, "optimizer", None)) for scheduler in schedulers}
+        self._scaled = [(each, _rates(each), id(each) in moved) for each in optimizers]
+
+    def check(self, optimizers: Sequence[Any], *, goes_on: bool) -> None:
+        """Warn of rates that something else has set or added, or that are 0 although the training continues."""
+        for optimizer, scaled, is_moved in self._scaled:
+            now = _rates(optimizer)
+            for rate in now[len(scaled) :]:
+                self._warn(
+                    f"a parameter group with the learning rate {rate} was added after lr_scaling, which leaves it as "
+                    "it is: multiply a rate that was chosen for the default size with callback.lr_factor"
+                )
+            if not is_moved and any(not math.isclose(*pair, rel_tol=1e-6) for pair in zip(now, scaled, strict=False)):
+                self._warn(
+                    "the training sets its learning rate itself, which undoes lr_scaling: multiply its rate by "
+                    "callback.lr_factor"
+                )
+        rates = [rate for optimizer in optimizers for rate in _rates(optimizer)]
+        if goes_on and rates and not any(rates):
+            self._warn(
+                f"the learning rate is 0 while the training at batch size {self._batch_size} goes on: its schedule was "
+                "made for another size"
+            )
+
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning("%s (docs/schedules.md)", problem)
+
+
+def _rates(optimizer: Any) -> list[float]:
+    # Optimizers that compute their own learning rate, such as Adafactor, have None in its place.
+    return [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None]

@@ -45,7 +45,7 @@ from zeus_plugins.training.announce import Announcer
 from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.batches import BatchSplit, StepCount
 from zeus_plugins.training.defaults import JobPlan, JobWish, TrainingFacts, planned
-from zeus_plugins.training.lr_scaling import LrScaling, lr_factor, scale_learning_rate
+from zeus_plugins.training.lr_scaling import LrScaling, ScheduleWatch, lr_factor, scale_learning_rate
 from zeus_plugins.training.metrics import EpochCount
 from zeus_plugins.training.outcomes import (
     allows_another_size,
@@ -463,6 +463,7 @@ class ActiveRun:
         self.watched_names = registered.watched(options.watch)
         self.steps = StepCount([], 1)  # counts nothing until the start
         self._step_scale = StepScale()
+        self._schedules = ScheduleWatch(trial.batch_size)
         self._patches = run.patches
         self._plan = registered
         self._announcer = Announcer(port, registered, run.patches)
@@ -560,6 +561,7 @@ class ActiveRun:
         )
         if self._port.keeps_optimizers:
             self._opened.callback(self.unscale_learning_rate)
+        self._schedules.scaled(optimizers, schedulers)
 
     def decide_factor(self, optimizers: Sequence[object]) -> float:
         """Keep, report and return the factor for these optimizers, or the names of their classes.
@@ -575,12 +577,14 @@ class ActiveRun:
     @contextmanager
     def unscaled_rates(self) -> Iterator[None]:
         """Undo the scaling within the block, for code that sets learning rates or adds parameter groups."""
-        optimizers, _ = self._port.optimizers()
+        optimizers, schedulers = self._port.optimizers()
         scale_learning_rate(optimizers, (), lambda each: 1 / self._factor_of(each))
         try:
             yield
         finally:
             scale_learning_rate(optimizers, (), self._factor_of)
+            if self.record.lr_factor != 1.0:
+                self._schedules.scaled(optimizers, schedulers)
 
     def start(self) -> None:
         """Log the choice, and begin to measure."""
@@ -633,6 +637,7 @@ class ActiveRun:
                 return before
             self._port.check_samples()
             self.steps.check()
+            self._schedules.check(self._port.optimizers()[0], goes_on=epochs < record.job.max_epochs)
             session.report_evaluation(value, record.epochs.reported(epochs), is_repeated=is_repeated)
             return session.trial
 
