@@ -45,7 +45,7 @@ _NAME = Annotated[str, PathParameter(pattern=ID["pattern"], max_length=MAX_ID_LE
 _TRIAL_NAME = Annotated[str, PathParameter(pattern=r"^[0-9]{1,10}(\.json)?(?!\n)$")]
 _Containing = Annotated[str | None, QueryParameter(name="q", max_length=MAX_ID_LENGTH)]
 _At = Annotated[int | None, QueryParameter(name="at", ge=1, le=LARGEST)]
-_After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LENGTH + 1)]
+_After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LENGTH)]
 _HEADERS = {
     "Content-Security-Policy": html.POLICY,
     "Referrer-Policy": "same-origin",

@@ -66,9 +66,9 @@ class TotalsReader:
     def _page(self, transaction: Transaction, after: str | None) -> tuple[str | None, dict[str, tuple[str, JobTotals]]]:
         """Return the id of the last job on a page, or None after the last page, and its jobs' versions and totals."""
         versions = queries.job_versions(transaction, containing=None, after=after, limit=_JOBS_AT_ONCE)
-        silent = queries.silent_counts(transaction, [job_id for _, job_id, _ in versions], self._clock())
+        silent = queries.silent_counts(transaction, [job_id for job_id, _ in versions], self._clock())
         found = {}
-        for _, job_id, version in versions:
+        for job_id, version in versions:
             known_version, totals = self._known.get(job_id, (None, None))
             if totals is None or known_version != version:
                 totals = _totals_of(transaction, job_id)

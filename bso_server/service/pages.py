@@ -73,15 +73,15 @@ class Pages:
         cursor: str | None = None,
         known: str | None = None,
     ) -> Found[JobsPage]:
-        """Return a page of jobs whose ids contain a text, after the place `cursor`."""
+        """Return a page of jobs whose ids contain a text, after the job `cursor`."""
         limit = JOBS_ON_A_PAGE + 1
-        found = queries.job_versions(transaction, containing=containing, after=cursor, limit=limit, missed_first=True)
+        found = queries.job_versions(transaction, containing=containing, after=cursor, limit=limit)
         shown = found[:JOBS_ON_A_PAGE]
-        silent = self._silent(transaction, [job_id for _, job_id, _ in shown])
+        silent = self._silent(transaction, [job_id for job_id, _ in shown])
         version = digest([containing, cursor, len(found), shown, silent])
         if version == known:
             return version, None
-        lines = [self._line(transaction, job_id, own) for _, job_id, own in shown]
+        lines = [self._line(transaction, job_id, own) for job_id, own in shown]
         lines = [line.model_copy(update={"running": line.running - silent.get(line.job.job_id, 0)}) for line in lines]
         next_cursor = shown[-1][0] if len(found) > len(shown) else None
         return version, JobsPage(

@@ -157,13 +157,10 @@ class JobLine(WireMessage):
 
 
 class JobsPage(WireMessage):
-    """The page ``/ui/`` and its JSON: a page of jobs, problems first, then by id.
-
-    Jobs that have never reached their target fill the first pages of the list. Each page is ordered by `trouble`.
-    """
+    """The page ``/ui/`` and its JSON: a page of the jobs by id, ordered by `trouble`."""
 
     jobs: tuple[JobLine, ...]
-    next_cursor: str | None  # the place after which the next page begins
+    next_cursor: str | None  # the id after which the next page begins
     containing: str | None  # the text that all ids contain
     tariff: Tariff
 

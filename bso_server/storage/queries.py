@@ -10,9 +10,9 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, RowMapping, Table, and_, case, func, literal, not_, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Table, and_, case, func, or_, select
 
-from bso_server.core.model import MISSED, TrialRecord
+from bso_server.core.model import TrialRecord
 from bso_server.core.savings import Tally
 from bso_server.core.verdict import CompletedRun
 from bso_server.storage.rows import (
@@ -168,31 +168,23 @@ def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialReco
 
 
 def job_versions(
-    transaction: Transaction, *, containing: str | None, after: str | None, limit: int, missed_first: bool = False
-) -> list[tuple[str, str, str]]:
-    """Return a page of the jobs: each job's sort key, its id, and a text that changes whenever its line changes.
+    transaction: Transaction, *, containing: str | None, after: str | None, limit: int
+) -> list[tuple[str, str]]:
+    """Return a page of the jobs, ordered by id: each id, and a text that changes whenever the job's line changes.
 
-    With `missed_first`, jobs with runs that missed the target, and none that reached it, precede all other jobs; their
-    sort keys are the id after a "!". `after` is the last sort key of the page before.
-
-    To read whole records would take several times as long, and most callers have cached them.
+    `after` is the last id of the page before. To read whole records would take several times as long, and most callers
+    have cached them.
     """
     table = jobs.c
-    of_job = select(trials.c.trial_number).where(trials.c.job_id == table.job_id)
-    ended, reached = of_job.where(trials.c.state.in_(sorted(MISSED))), of_job.where(trials.c.state == "completed")
-    missed = and_(table.min_cost_j.is_(None), table.trial_count > 0, ended.exists(), not_(reached.exists()))
-    kind = case((missed, 0), else_=1) if missed_first else literal(1)
     columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared
-    order = (kind, table.job_id) if missed_first else (table.job_id,)
-    statement = select(*columns, table.target_metric, kind).order_by(*order).limit(limit)
+    statement = select(*columns, table.target_metric).order_by(table.job_id).limit(limit)
     if containing:
         statement = statement.where(table.job_id.contains(containing, autoescape=True))
     if after is not None:
-        is_later = table.job_id > after.removeprefix("!")
-        statement = statement.where(or_(kind == 1, is_later) if after.startswith("!") else and_(kind == 1, is_later))
+        statement = statement.where(table.job_id > after)
     found = [tuple(row) for row in transaction.tuples(statement)]
     changing = _changing_trials(transaction, [row[0] for row in found])
-    return [(("" if row[-1] else "!") + row[0], row[0], repr((row, changing.get(row[0])))) for row in found]
+    return [(row[0], repr((row, changing.get(row[0])))) for row in found]
 
 
 def _changing_trials(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, list[Any]]:
