@@ -9,7 +9,6 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote, urlencode
@@ -33,7 +32,6 @@ from bso_server.errors import (
     InvalidJobError,
     JobConflictError,
     PolicyNotInstalledError,
-    UnknownJobError,
 )
 from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService
@@ -81,10 +79,6 @@ _LATEST = 20
 
 # User and password in a URL, removed before printing because the password may be a token.
 _LOGIN = re.compile("//[^/]*@")
-
-
-class _NotFoundError(CommandError):
-    """The server has no such job or trial."""
 
 
 # Errors of one import, after which the next job may succeed.
@@ -213,29 +207,17 @@ def _explain(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     ids = [job.job_id for job in read_jobs(options).jobs] if options.all else [options.job_id]
     if options.server_url is None:
-        with_store(options, lambda store: _export_from_store(store, ids, is_listed=options.all))
+        with_store(options, lambda store: _export_from_store(store, ids))
         return
     for job_id in ids:
-        try:
-            with _answered(options, "GET", f"{_path_of_job(job_id)}/export") as answer:
-                for piece in answer.iter_text():
-                    sys.stdout.write(piece)
-        except _NotFoundError:
-            # A job of the list may have been deleted since.
-            if not options.all:
-                raise
+        with _answered(options, "GET", f"{_path_of_job(job_id)}/export") as answer:
+            for piece in answer.iter_text():
+                sys.stdout.write(piece)
 
 
-async def _export_from_store(store: Store, ids: list[str], *, is_listed: bool) -> None:
+async def _export_from_store(store: Store, ids: list[str]) -> None:
     for job_id in ids:
-        pieces = export(store, job_id)
-        try:
-            sys.stdout.write((await anext(pieces)).decode())
-        except UnknownJobError:
-            if not is_listed:
-                raise
-            continue  # Deleted since it was listed.
-        async for piece in pieces:
+        async for piece in export(store, job_id):
             sys.stdout.write(piece.decode())
 
 
@@ -374,7 +356,7 @@ def _answered(
             if response.is_error:
                 response.read()
                 said = f"{shown} answered {response.status_code}: {_message_in(response)}"
-                raise (_NotFoundError if response.status_code == HTTPStatus.NOT_FOUND else CommandError)(said)
+                raise CommandError(said)
             yield response
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CommandError(f"no answer from {shown}: {error}") from error

@@ -97,17 +97,16 @@ def _rotate(options: argparse.Namespace) -> None:
 def _revoke(options: argparse.Namespace) -> None:
     token_id = options.token_id
 
-    async def revoke(store: Store) -> tuple[int, bool]:
+    async def revoke(store: Store) -> bool:
         tokens = Tokens(store)
-        return await tokens.revoke(token_id), await tokens.any(valid=True)
+        await tokens.revoke(token_id)
+        return await tokens.any(valid=True)
 
-    alive, any_left = with_store(options, revoke)
-    print(f"token {token_id} is revoked; running servers refuse it within {CACHE_S:g} s")
-    if alive:
-        print(
-            f"{alive} of its trials may still go on, and only administrators report on them now; to move its jobs, see "
-            "docs/tokens.md"
-        )
+    any_left = with_store(options, revoke)
+    print(
+        f"token {token_id} is revoked; running servers refuse it within {CACHE_S:g} s. Only administrators report on "
+        "its trials now; to move its jobs, see docs/tokens.md"
+    )
     if not any_left:
         print(
             "no valid token is left: servers of this database refuse every request, also from this machine, "

@@ -11,7 +11,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -123,15 +123,6 @@ class TrialExport(TrialFacts):
     epochs: tuple[EpochExport, ...] = ()
 
 
-class TrialRows(NamedTuple):
-    """The rows of one trial."""
-
-    trial: TrialRecord
-    epochs: Sequence[StoredEpoch]
-    power_profile: StoredPowerProfile | None
-    decision: StoredDecision | None
-
-
 def line_of(message: WireMessage) -> bytes:
     """Return a line of an export with its line feed; NaN and infinities become null."""
     return f"{message.model_dump_json()}\n".encode()
@@ -169,8 +160,8 @@ async def export(store: Store, job_id: str) -> AsyncIterator[bytes]:
     after = 0
     while after < job.trials:
         trials = await store.read(_read_trials, job_id, after, job.trials)
-        yield await asyncio.to_thread(_lines, trials)
-        after = trials[-1].trial.trial_number
+        yield await asyncio.to_thread(lambda found: b"".join(map(line_of, found)), trials)
+        after = trials[-1].trial_number
 
 
 def _read_job(transaction: Transaction, job_id: str) -> JobExport:
@@ -187,8 +178,8 @@ def _read_job(transaction: Transaction, job_id: str) -> JobExport:
     )
 
 
-def _read_trials(transaction: Transaction, job_id: str, after: int, last: int) -> list[TrialRows]:
-    """Return the rows of a few trials with numbers from `after` + 1 to `last`, or of one trial with many reports."""
+def _read_trials(transaction: Transaction, job_id: str, after: int, last: int) -> list[TrialExport]:
+    """Return a few trials with numbers from `after` + 1 to `last`, or one trial with many reports."""
     found = queries.trials_page(transaction, job_id, state=None, after=after, limit=_TRIALS_AT_ONCE)
     sums = accumulate(trial.report_count for trial in found)
     few = [trial for trial, sum_ in zip(found, sums, strict=True) if sum_ <= _REPORTS_AT_ONCE] or found[:1]
@@ -202,22 +193,22 @@ def _read_trials(transaction: Transaction, job_id: str, after: int, last: int) -
     profiles = {each.trial_number: each for each in queries.power_profiles_of(transaction, job_id, first, last)}
     decisions = {each.trial_number: each for each in queries.decisions_of(transaction, job_id, first, last)}
     return [
-        TrialRows(trial, epochs.get(number, ()), profiles.get(number), decisions.get(number))
+        _trial_export(trial, epochs.get(number, ()), profiles.get(number), decisions.get(number))
         for number, trial in ((each.trial_number, each) for each in trials)
     ]
 
 
-def _lines(trials: Iterable[TrialRows]) -> bytes:
-    """Return the lines of trials without validation, because an export shows the database as it is."""
-    return b"".join(line_of(_trial_export(rows)) for rows in trials)
-
-
-def _trial_export(rows: TrialRows) -> TrialExport:
-    values, reports, profile = trial_row(rows.trial), [record_row(epoch) for epoch in rows.epochs], rows.power_profile
+def _trial_export(
+    trial: TrialRecord,
+    epochs: Sequence[StoredEpoch],
+    profile: StoredPowerProfile | None,
+    decision: StoredDecision | None,
+) -> TrialExport:
+    """Return a trial without validation, because an export shows the database as it is."""
     kept = None if profile is None else PowerProfileExport(samples=profile.samples, stored_at=profile.stored_at)
     return TrialExport.model_construct(
-        **values,
-        decision=None if rows.decision is None else rows.decision.decision,
+        **trial_row(trial),
+        decision=None if decision is None else decision.decision,
         power_profile=kept,
-        epochs=tuple(EpochExport.model_construct(**report) for report in reports),
+        epochs=tuple(EpochExport.model_construct(**record_row(epoch)) for epoch in epochs),
     )

@@ -117,8 +117,6 @@ class Pages:
         states = {trial.trial_number: trial.state for trial in alive}
         found = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)
         totals = [replace(each, state=states.get(each.trial_number, each.state)) for each in found]
-        profiles = queries.present_power_profiles(transaction, job_id)
-        newest = {each.batch_size: reading.power_profile_view(each) for each in profiles}
         return JobPage(
             view=view,
             created_at=stored.created_at,
@@ -128,7 +126,6 @@ class Pages:
             best_metric=_best_metric(transaction, job, tallies),
             points=_points(job, totals),
             means=_means_of(totals),
-            power_profiles=tuple(newest[size] for size in sorted(newest)),
             energy_sources=_sources_of(totals),
             tariff=self._tariff,
         )

@@ -311,12 +311,9 @@ class Tokens:
         now = self._clock()
         return token, await self._store.write(_rotate, token_id, token_hash, now, now + grace)
 
-    async def revoke(self, token_id: str) -> int:
-        """Revoke a token for good, in running servers within `CACHE_S` seconds.
-
-        Return the number of its running and suspended trials, on which only administrators may report from now on.
-        """
-        return await self._store.write(_revoke, token_id, self._clock())
+    async def revoke(self, token_id: str) -> None:
+        """Revoke a token for good, in running servers within `CACHE_S` seconds."""
+        await self._store.write(_revoke, token_id, self._clock())
 
     async def find(self, token_id: str) -> TokenRecord | None:
         """Return the token, valid or revoked, or None."""
@@ -342,11 +339,10 @@ def _rotate(
     return record
 
 
-def _revoke(transaction: Transaction, token_id: str, now: datetime) -> int:
+def _revoke(transaction: Transaction, token_id: str, now: datetime) -> None:
     record = _locked(transaction, token_id)
     if record.revoked_at is None:
         transaction.update_token(replace(record, revoked_at=now))
-    return transaction.alive_trials_of(token_id)
 
 
 def _locked(transaction: Transaction, token_id: str) -> TokenRecord:

@@ -185,7 +185,6 @@ class JobPage(WireMessage):
     best_metric: float | None  # best last metric of all trials; None once a trial has reached the target
     points: tuple[TrialPoint, ...]  # the latest trials
     means: tuple[SizeMeans, ...]  # of each batch size that reached the target
-    power_profiles: tuple[PowerProfileView, ...]  # the newest of each batch size
     energy_sources: tuple[str, ...]  # of the latest trials
     tariff: Tariff
 

@@ -242,13 +242,6 @@ def decisions_of(
     return list(map(decision_from, _by_trial(transaction, decisions, job_id, first, last)))
 
 
-def present_power_profiles(transaction: Transaction, job_id: str) -> list[StoredPowerProfile]:
-    """Return the stored power-limit profiles of a job's trials on its present GPUs, in order of dispatch."""
-    chosen = power_profiles.c.job_id == job_id, trials.c.other_gpus.is_(False)
-    statement = select(power_profiles).join_from(power_profiles, trials).where(*chosen)
-    return [StoredPowerProfile(**row) for row in transaction.rows(statement.order_by(power_profiles.c.trial_number))]
-
-
 def power_profiles_of(transaction: Transaction, job_id: str, first: int, last: int) -> list[StoredPowerProfile]:
     """Return the stored power-limit profiles of the trials `first` to `last`, in order of dispatch."""
     return [StoredPowerProfile(**row) for row in _by_trial(transaction, power_profiles, job_id, first, last)]

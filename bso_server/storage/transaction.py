@@ -477,11 +477,6 @@ class Transaction:
         statement = sa.select(jobs.c.owner, sa.func.count()).where(jobs.c.owner.is_not(None)).group_by(jobs.c.owner)
         return dict(map(tuple, self.tuples(statement)))
 
-    def alive_trials_of(self, owner: str) -> int:
-        """Return the number of the token's trials that are alive."""
-        statement = sa.select(sa.func.count()).where(trials.c.owner == owner, trials.c.state.in_(ALIVE))
-        return self.connection.execute(statement).scalar_one()
-
     def _trials(self, statement: Executable, **parameters: object) -> list[TrialRecord]:
         # Sorted here, because for ORDER BY SQLite would read all trials of the job.
         return sorted(map(trial_from, self.rows(statement, **parameters)), key=attrgetter("trial_number"))

@@ -299,14 +299,14 @@ def _epoch_scale(page: TrialPage) -> Scale:
     return Scale(0.0, max(far, 1.0) * 1.04)
 
 
-def power(profile: PowerProfileView, name: str) -> Plot:
-    """Chart the energy of a step under each power limit; `name` is the chart's id."""
+def power(profile: PowerProfileView) -> Plot:
+    """Chart the energy of a step under each power limit."""
     samples = profile.samples
     x = Scale.over([each.limit_w for each in samples], zero=False)
     y = Scale.over([each.energy_per_step_j for each in samples])
     least = min(samples, key=lambda each: each.energy_per_step_j)
     told = f"A step takes least energy, {units.energy(least.energy_per_step_j)}, at {units.number(least.limit_w)} W."
-    plot = Plot(name, "Energy of a step under each power limit", told, x, y, height=200)
+    plot = Plot("power", "Energy of a step under each power limit", told, x, y, height=200)
     watts = [(value, f"{units.number(value)}{units.SPACE}W") for value in x.ticks(6)]
     plot.axes(y.energies(4), watts, "power limit of each GPU")
     plot.path([(each.limit_w, each.energy_per_step_j) for each in samples], "line")

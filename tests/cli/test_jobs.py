@@ -8,7 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -290,23 +290,6 @@ class TestAllJobs:
         assert "line 10, batch_size: " in contradicts
         assert "line 17, format: " in no_export
         assert all_in_all == f"bso-server: 3 of 5 jobs of {file} are not imported"
-
-    @pytest.mark.parametrize(("status", "fails"), [(404, 0), (400, 1), (409, 1)])
-    def test_export_of_all_jobs_skips_only_deleted_jobs(
-        self, server: ServerProcess, job_id: str, monkeypatch: pytest.MonkeyPatch, status: int, fails: int
-    ) -> None:
-        stream = httpx.stream
-
-        @contextmanager
-        def answered(method: str, url: str, **options: Any) -> Iterator[httpx.Response]:
-            with stream(method, url, **options) as answer:
-                answer.status_code = status if url.endswith(f"/{job_id}/export") else answer.status_code
-                yield answer
-
-        monkeypatch.setattr("httpx.stream", answered)
-        ended, out, err = run("jobs", "export", "--all", "--server-url", server.url)
-        assert (ended, f"answered {status}" in err) == (fails, bool(fails))
-        assert f'"{job_id}"' not in out
 
     def test_export_requires_a_job_or_all(self, source: list[str]) -> None:
         for wrong in ([], ["some", "--all"]):

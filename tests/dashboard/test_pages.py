@@ -325,7 +325,6 @@ class TestWords:
             (f"jobs/{JOB}/trials/1", "64 reached the target, 0.9, after"),
             (f"jobs/{JOB}/trials/10", "256 crashed"),
             (f"jobs/{JOB}/trials/15", "A step takes least energy"),
-            (f"jobs/{JOB}", "Power limits at 128"),
         ],
     )
     async def test_page_begins_with_most_important_statement(
