@@ -214,14 +214,16 @@ async def ask_others(server: JobService) -> None:
     assert (await server.report(trial, cost_j=500, epoch=5, metric=0.95)).converged
 
 
-async def test_slow_decision_does_not_delay_a_second_job(store: Store, slow: SlowPolicy) -> None:
+async def test_slow_decisions_and_explanations_do_not_delay_a_second_job(store: Store, slow: SlowPolicy) -> None:
     server = await new_job(store, policy="slow")
     asked = [asyncio.create_task(server.suggest()) for _ in range(8)]
+    explained = asyncio.create_task(server.service.explain_next(server.job_id))
     assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
     await ask_others(server)
-    assert [each.done() for each in asked] == [False] * 8
+    assert [each.done() for each in (*asked, explained)] == [False] * 9
     slow.may_end.set()
     assert sorted([(await each).trial_number for each in asked]) == list(range(1, 9))
+    assert (await explained).batch_size == 16
 
 
 async def test_slow_decision_does_not_block_trials_of_the_same_job(store: Store, slow: SlowPolicy) -> None:
@@ -237,16 +239,6 @@ async def test_slow_decision_does_not_block_trials_of_the_same_job(store: Store,
     slow.may_end.set()
     assert (await asked).trial_number == 2
     assert await server.differences() == []
-
-
-async def test_slow_explanation_does_not_delay_a_second_job(store: Store, slow: SlowPolicy) -> None:
-    server = await new_job(store, policy="slow")
-    asked = asyncio.create_task(server.service.explain_next(server.job_id))
-    assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
-    await ask_others(server)
-    assert not asked.done()
-    slow.may_end.set()
-    assert (await asked).batch_size == 16
 
 
 async def test_decision_queued_behind_slow_decisions_is_refused_at_the_deadline() -> None:

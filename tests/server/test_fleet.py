@@ -10,12 +10,9 @@ from datetime import datetime
 import pytest
 
 from bso_server.cli.jobs import job_text
-from bso_server.core.verdict import LEAST_CONTROLS
 from bso_server.errors import DatabaseUnavailableError, JobConflictError
 from bso_server.service import fleet as fleet_module
 from bso_server.service import reading
-from bso_server.service import savings as savings_module
-from bso_server.service.cache import Cache
 from bso_server.service.fleet import FleetReader
 from bso_server.service.health import TotalsReader
 from bso_server.service.pages import Pages
@@ -106,14 +103,6 @@ async def test_period_counts_the_trials_that_ended_in_it(bso: JobService) -> Non
     assert line.energy_saved_j.middle == pytest.approx(6 * 400e3 - sum(expected_j), rel=0.1)
     bso.wait(7 * HOUR_S)
     assert bso.job_id not in {each.key for each in (await report_of(bso, "6h")).costliest}
-
-
-async def test_nothing_counts_as_saved_before_the_verdict_is_shown(bso: JobService) -> None:
-    await run_noisily(bso, 24, at_32_j=370.0, noise=0.15)
-    savings, line = (await bso.show()).savings, await job_in(bso, "90d")
-    assert (savings.batch_size, savings.controls >= LEAST_CONTROLS) == (32, True)
-    assert (line.word, line.saves, line.loses) == (SavingsWord.NOT_SHOWN, 0, 0)
-    assert (line.cost_saved_j, line.energy_saved_j, line.time_saved_s, line.advice) == (None, None, None, None)
 
 
 async def test_job_whose_default_is_best_is_advised_to_train_at_it_alone(store: Store) -> None:
@@ -257,16 +246,6 @@ async def test_explanation_of_the_next_choice_includes_control_runs(bso: JobServ
         explained = await bso.store.read(explain, bso.job_id)
         trial = await run(bso)
         assert (explained.batch_size, explained.origin) == (trial.batch_size, trial.origin)
-
-
-async def test_savings_learned_stepwise_equal_savings_from_the_database(
-    bso: JobService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for _ in range(12):
-        await run(bso)
-        step_by_step = await savings_of(bso)
-        monkeypatch.setattr(savings_module, "_learned", Cache(10))
-        assert await savings_of(bso) == step_by_step
 
 
 async def test_discarded_run_counts_towards_no_saving(bso: JobService) -> None:

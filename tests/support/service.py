@@ -188,14 +188,6 @@ async def job_service(database_url: str, **job: object) -> AsyncIterator[JobServ
         yield await new_job(store, **job)
 
 
-def serve(database_url: str, use: Callable[[JobService], Awaitable[None]], **job: object) -> None:
-    async def run() -> None:
-        async with job_service(database_url, **job) as service:
-            await use(service)
-
-    asyncio.run(run())
-
-
 ACTIONS = ["suggest", "suggest", "offline", "epoch", "rank", "reach", "reach", "miss", "end", "beat", "wait", "discard"]
 
 
