@@ -23,9 +23,9 @@ from zeus_plugins.training.defaults import (
     TrainingFacts,
     check_direction,
     check_epochs,
+    first_report_warning,
     hash_of_parameters,
     name_of_data,
-    percent_warning,
     planned,
     script_name,
 )
@@ -57,6 +57,7 @@ def test_target_and_metric_make_a_job() -> None:
         "higher val_acc is better",
         "the job's id",
     ]
+    assert guessed.warning is None
     assert JobSpec.model_fields.keys() - guessed.guessed == {"target_metric"}
 
 
@@ -279,6 +280,27 @@ def test_direction_follows_from_words_of_the_name(monitor: str, *, higher: bool)
 
 
 @pytest.mark.parametrize(
+    ("monitor", "said", "warning"),
+    [
+        ("val_loss", True, "of a metric called 'val_loss' lower values are usually better"),
+        ("val_loss", False, None),
+        ("val_acc", False, "of a metric called 'val_acc' higher values are usually better"),
+        ("val_acc", True, None),
+        ("drift", False, None),
+        ("loss_accuracy", False, None),
+    ],
+)
+def test_direction_contradicting_the_name_is_used_with_a_warning(
+    monitor: str, warning: str | None, *, said: bool
+) -> None:
+    job = JobSpec(job_id_prefix="j", batch_sizes=(8,), default_batch_size=8, higher_is_better_metric=said)
+    for taken in (plan(monitor, mode="max" if said else "min"), planned(JobWish(job=job, monitor=monitor))):
+        assert taken.job.higher_is_better_metric is said
+        assert (taken.warning is None) == (warning is None)
+        assert (warning or "") in (taken.warning or "")
+
+
+@pytest.mark.parametrize(
     ("monitor", "modes", "higher"),
     [
         ("drift", {"ModelCheckpoint(mode='max')": "max"}, True),
@@ -340,14 +362,21 @@ def test_move_away_from_the_target_is_refused_unless_the_name_is_certain(
 
 
 @pytest.mark.parametrize(
-    ("target", "metric", "is_percent"),
-    [(97.0, 0.8, True), (0.9, 0.8, False), (97.0, 1.5, False), (1000.0, 0.5, False)],
+    ("target", "metric", "reached", "warning"),
+    [
+        (0.9, 0.95, True, "val_acc was 0.95 at the first report, at or above the target 0.9, so that the training"),
+        (97.0, 0.8, False, "the target is 97, and val_acc was 0.8 at the first report: .* 0.97 may be meant"),
+        (0.9, 0.8, False, None),
+        (97.0, 1.5, False, None),
+        (1000.0, 0.5, False, None),
+    ],
 )
-def test_target_in_percent_causes_a_warning(target: float, metric: float, *, is_percent: bool) -> None:
-    warning = percent_warning(plan(target=target).job, "val_acc", metric)
-    says = "the target is 97, and val_acc was 0.8 at the first report: .* 0.97 may be meant"
-    assert (warning is not None) == is_percent
-    assert warning is None or re.search(says, warning)
+def test_first_report_reveals_an_implausible_target(
+    target: float, metric: float, warning: str | None, *, reached: bool
+) -> None:
+    said = first_report_warning(plan(target=target).job, "val_acc", metric, is_reached=reached)
+    assert (said is None) == (warning is None)
+    assert re.search(warning or "", said or "")
 
 
 # Trainer that ends before the job

@@ -388,3 +388,11 @@ def test_trackers_get_hyperparameters_and_costs(url: str, monkeypatch: pytest.Mo
         {"zeus/epoch_bound": 3.0, "zeus/cost_j": 110.0, "zeus/target_reached": 1.0}
         | {"zeus/trial_time_s": 2.0, "zeus/trial_energy_j": 20.0, "zeus/trial_energy_above_stated_idle_j": 12.0},
     ]
+
+
+def test_first_report_at_the_target_is_reported(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    launched(url, Net(), 0.95)
+    assert "val_acc was 0.95 at the first report, at or above the target 0.9" in caplog.text
+    caplog.clear()
+    launched(url, Net(), 0.5, 0.95)
+    assert caplog.text == ""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, JobView, TrialState, printable
-from zeus_plugins.training.defaults import JobPlan, percent_warning
+from zeus_plugins.training.defaults import JobPlan, first_report_warning
 from zeus_plugins.training.lr_scaling import LrScaling, lr_scaling_in_words
 from zeus_plugins.training.outcomes import is_refusal_of_size, outcome_of
 from zeus_plugins.training.patches import Patches
@@ -86,7 +86,7 @@ class Announcer:
         )
 
     def reported(self, trial: TrialInfo) -> None:
-        """Log the cost of the trial so far, and warn if the target seems to be in percent."""
+        """Log the cost of the trial so far, and warn if its first report contradicts the target."""
         job, rule, verdict = self._plan.job, trial.stop_rule, trial.verdict
         self._metrics += [] if trial.metric is None else [trial.metric]
         metrics = {"zeus/epoch_bound": float(job.max_epochs if rule is None else rule.max_epochs)}
@@ -101,7 +101,8 @@ class Announcer:
                 metrics["zeus/trial_energy_above_stated_idle_j"] = trial.above_idle_j
         self._port.log(metrics)
         if not self._has_reported and trial.metric is not None and self._port.rank == 0:
-            warning = percent_warning(job, self._plan.monitor, trial.metric)
+            is_reached = job.confirm == 1 and job.is_reached_by(trial.metric)
+            warning = first_report_warning(job, self._plan.monitor, trial.metric, is_reached=is_reached)
             if warning is not None:
                 _logger.warning("%s", warning)
         self._has_reported = True

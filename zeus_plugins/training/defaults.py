@@ -174,6 +174,7 @@ class JobPlan:
         job: The job; if its `job_id` is guessed, the method `on` adds the `job_id`.
         guessed: Names of the job's fields that were guessed.
         monitor: Name of the metric; may be empty.
+        warning: Warning of a probable mistake, or None.
         devices: As in `TrainingFacts`.
         fingerprint: Model, framework, optimizer and metric of the training, or None.
         target_in_words: The server's target in words, if the user has given no target; otherwise None.
@@ -184,6 +185,7 @@ class JobPlan:
     job: JobSpec
     guessed: frozenset[str] = frozenset()
     monitor: str = ""
+    warning: str | None = None
     devices: int = 1
     fingerprint: Fingerprint | None = None
     target_in_words: str | None = None
@@ -287,6 +289,7 @@ def planned(
     suffice, if the direction remains unknown, or if the script's own batch size cannot work.
     """
     higher = _direction(wish, modes or {})
+    warning = None if wish.said_higher is None else _contradiction(wish.monitor, said=higher)
     margins = (wish.fields if wish.job is None else dict(wish.job)).get("no_worse_than_default") or {}
     margin = margins.get(wish.monitor)
     if margin is not None and is_lower_better(wish.monitor, margin) is higher:
@@ -297,7 +300,7 @@ def planned(
         )
     if wish.job is not None:
         if higher is wish.job.higher_is_better_metric:
-            return JobPlan(job=wish.job, monitor=wish.monitor)
+            return JobPlan(job=wish.job, monitor=wish.monitor, warning=warning)
         job = wish.job.model_copy(update={"higher_is_better_metric": higher})
         return JobPlan(job=job, guessed=frozenset({"higher_is_better_metric"}), monitor=wish.monitor)
     if facts is None:
@@ -338,19 +341,32 @@ def planned(
         - wish.fields.keys()
         - ({"target_metric"} if default == own else {"target_metric", "default_batch_size"}),
         monitor=wish.monitor,
+        warning=warning,
         devices=facts.devices,
     )
 
 
-def percent_warning(job: JobSpec, monitor: str, metric: float) -> str | None:
-    """Return a warning if the target seems to be in percent, and the first reported metric is not; otherwise None."""
-    target = job.target_metric
-    if target is None or not (job.higher_is_better_metric and 1 < target <= 100 and 0 <= metric <= 1):
+def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reached: bool) -> str | None:
+    """Return a warning if the first report suggests a mistake in the target, or None.
+
+    `is_reached` says whether the report ended the trial with the target reached.
+    """
+    name, target = monitor or "the metric", job.target_metric
+    if target is None:
         return None
-    return (
-        f"the target is {target:g}, and {monitor or 'the metric'} was {metric:.4g} at the first report: if it lies "
-        f"between 0 and 1, it can never reach the target, and {target / 100:g} may be meant"
-    )
+    if is_reached:
+        side, other = ("at or above", "lower") if job.higher_is_better_metric else ("at or below", "higher")
+        return (
+            f"{name} was {metric:.4g} at the first report, {side} the target {target:g}, so that the training ends "
+            f"there, or at the next evaluation. If it should not, set another target, or, where {other} is better, "
+            f"mode={'max' if other == 'higher' else 'min'!r}"
+        )
+    if job.higher_is_better_metric and 1 < target <= 100 and 0 <= metric <= 1:
+        return (
+            f"the target is {target:g}, and {name} was {metric:.4g} at the first report: if it lies between 0 and 1, "
+            f"it can never reach the target, and {target / 100:g} may be meant"
+        )
+    return None
 
 
 def check_direction(job: JobSpec, monitor: str, first: float, second: float) -> None:
@@ -440,6 +456,17 @@ def _direction(wish: JobWish, modes: Mapping[str, Literal["max", "min"]]) -> boo
         sides = " and ".join(f"{source} says {'higher' if found[source] else 'lower'}" for source in found)
         raise ZeusBSOConfigError(f"whether higher or lower is better is unclear ({sides}): say {say}")
     return next(iter(found.values()))
+
+
+def _contradiction(monitor: str, *, said: bool) -> str | None:
+    """Return a warning if the name of the metric contradicts the direction that its user has said, or None."""
+    by_name = certain_direction(monitor)
+    if by_name is None or by_name is said:
+        return None
+    return (
+        f"the job says that {'higher' if said else 'lower'} is better, and of a metric called {monitor!r} "
+        f"{'higher' if by_name else 'lower'} values are usually better: if they are, the training ends at once or never"
+    )
 
 
 def _sizes(own: int, facts: TrainingFacts, check_size: Callable[[int], object]) -> tuple[int, ...]:

@@ -368,6 +368,8 @@ class TrialRun:
                     wish, facts, port.modes(wish.monitor), check_size=lambda size: self._splits(port, [size], facts)
                 ),
             )
+        if plan.warning is not None and port.rank == 0:
+            _logger.warning("%s", plan.warning)
         data = None if facts is None else facts.data
         known = Fingerprint(monitor=wish.monitor or None, samples=samples, data=data)
         fingerprint = port.fingerprint().completed_by(known)
