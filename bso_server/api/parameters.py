@@ -8,7 +8,7 @@ from litestar.di import NamedDependency
 from litestar.params import PathParameter, QueryParameter
 
 from bso_server.service.commands import BatchSizeService
-from bso_server.service.fleet import PERIOD, FleetReader
+from bso_server.service.fleet import GROUP, PERIOD, FleetReader
 from bso_server.service.reading import JobReader
 from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH
 
@@ -35,7 +35,7 @@ GroupedBy = Annotated[
     str,
     QueryParameter(
         name="by",
-        pattern=r"^[A-Za-z0-9._-]{1,64}(?!\n)$",
+        pattern=GROUP.replace("$", r"(?!\n)$"),
         description="Groups of jobs: `owner`, `model`, `gpu`, `job`, or the name of a tag.",
     ),
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from urllib.parse import urlencode
 
 from bso_server.cli.common import Commands, RemovedOption, add_command, duration, settings_of
 from bso_server.cli.jobs import OUTPUT, ask_or_read
-from bso_server.service.fleet import FleetReader
+from bso_server.service.fleet import GROUP, FleetReader
 from bso_server.service.views import FleetPage, Tariff
 from zeus_plugins.protocol import Paths
 
@@ -16,15 +17,20 @@ def add_report_command(commands: Commands) -> None:
     """Add ``report``."""
     report = add_command(commands, "report", "what all jobs used and saved, for those who pay", _report, or_server=True)
     report.add_argument("--since", type=_period, default="30d", help="length of the period, such as 12h, 30d or 8w")
-    report.add_argument(
-        "--by", default="owner", metavar="GROUP", help="group jobs by owner, model, gpu, job, or the name of a tag"
-    )
+    help_by = "group jobs by owner, model, gpu, job, or the name of a tag"
+    report.add_argument("--by", type=_group, default="owner", metavar="GROUP", help=help_by)
     report.add_argument("--format", type=_format, metavar="{md,json}", default="md", help="default: md")
     report.add_argument("--output", action=RemovedOption, instead=OUTPUT)
 
 
 def _period(text: str) -> str:
     duration(text)
+    return text
+
+
+def _group(text: str) -> str:
+    if not re.fullmatch(GROUP, text):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be the name of a tag: letters, digits, dots, _ and - only")
     return text
 
 

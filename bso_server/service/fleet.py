@@ -22,6 +22,9 @@ from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import CreatedJob, Origin, SavingsWord
 
+GROUP = "^[A-Za-z0-9._-]{1,64}$"
+"""Pattern of names of groups: the names of tags, and owner, model, gpu and job."""
+
 PERIOD = r"^[0-9]{1,4}[hdw]$"
 """A length of time: hours, days or weeks."""
 

@@ -134,6 +134,12 @@ def test_removed_output_names_the_redirection(command: tuple[str, ...]) -> None:
     assert (done.returncode, "--output was removed: the shell writes the file" in done.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("name", ["a b", "", "tag:x", "team\n"])
+def test_impossible_name_of_a_tag_is_an_error(name: str) -> None:
+    done = bso_server("report", "--by", name)
+    assert (done.returncode, f"argument --by: {name!r} cannot be the name of a tag" in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("removed", ["html", "csv"])
 def test_removed_format_names_the_page(removed: str) -> None:
     done = bso_server("report", "--format", removed)
