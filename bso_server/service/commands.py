@@ -530,11 +530,7 @@ class BatchSizeService:
         return await self.transact(self.commands.register, registration, caller)
 
     async def reap(self) -> int:
-        """Abandon every trial with an expired lease, except locked ones; return their number.
-
-        Also check whether another version has changed the schema.
-        """
-        await self._store.check_schema()
+        """Abandon every trial with an expired lease, except locked ones; return their number."""
         abandoned = 0
         for job_id in await self._store.read(self.commands.jobs_to_reap):
             abandoned += await self._store.write_at_once(self.commands.reap, job_id)

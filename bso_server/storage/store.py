@@ -75,6 +75,9 @@ _LARGEST_WAITING = 4
 # A request waits for computations up to this multiple of its patience for the database.
 _COMPUTING = 3
 
+# A transaction that begins later than this after the latest check of the schema checks the schema itself, in seconds.
+_SCHEMA_CHECKED_S = 1.0
+
 # Seconds between log lines about a database that accepts no writes.
 _SAY_AGAIN_S = 60.0
 
@@ -274,12 +277,14 @@ class _Health:
         damage: The first error about damage, or None. A later successful write does not reset it, because writes to
             intact parts still succeed.
         has_other_schema: True if the last check of the schema found another version's.
+        schema_checked_at: Monotonic instant of that check; infinite before the first one.
     """
 
     def __init__(self) -> None:
         self.fault: str | None = None
         self.damage: str | None = None
         self.has_other_schema = False
+        self.schema_checked_at = math.inf
         self._said, self._say_again = "", -math.inf
 
     def error_of(self, error: UnwritableError, database: str) -> DatabaseUnavailableError:
@@ -434,9 +439,10 @@ class Store:
         """Execute `work` as `write` does; return its result, and its transaction for publication."""
         is_maintenance = patience_s is not None  # an upgrade or a check of the database, with any schema
         alone = self._is_patient or is_maintenance
-        if self._health.has_other_schema and not is_maintenance:
-            work = self._checking_schema(work)
         begun, outcome = time.monotonic(), Outcome.FAILED
+        is_due = self._health.has_other_schema or begun > self._health.schema_checked_at + _SCHEMA_CHECKED_S
+        if is_due and not is_maintenance:
+            work = self._checking_schema(work)
         with waiting(patience_s or self.patience_s, alone=alone) as deadline:
             retries = Retries(deadline)
             try:
@@ -551,6 +557,7 @@ class Store:
     def refuse_other_schema(self, found: str | None) -> None:
         """Raise `DatabaseNotReadyError` unless the database's revision, `found`, is this version's revision."""
         # While the revisions differ, every transaction begins with this check.
+        self._health.schema_checked_at = time.monotonic()
         self._health.has_other_schema = found != migrations.HEAD
         migrations.refuse_newer(found, self.description)
         if found != migrations.HEAD:

@@ -281,19 +281,25 @@ def test_older_server_answers_503_on_all_routes_after_schema_was_upgraded(databa
         assert http.get("/health/ready").status_code == 200
 
 
-def test_quiet_server_notices_a_schema_upgrade_within_the_reap_interval(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_older_server_soon_stops_writing_after_a_schema_upgrade(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server detects the upgrade when it searches for abandoned trials, before any request."""
-    monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S", "0.05")
-    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
-        set_revision(server.database_url, "9999")
-        deadline = time.monotonic() + 60
-        while (answer := httpx.get(f"{server.url}/api/jobs")).status_code == 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert (answer.status_code, "another schema" in answer.text) == (503, True)
-        assert "Traceback" not in server.log.read_text()
+    """The server checks the schema even if its own statements still succeed, and in any request."""
+    monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S", "3600")
+    with serving(database_url, tmp_path, "--migrate") as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        http.post("/jobs", json=job(job_id="old-3")).raise_for_status()
+        trial = begin(http, "old-3")
+        known = set_revision(database_url, "9999")
+        try:
+            deadline = time.monotonic() + 60
+            while (answer := http.patch("/trials/heartbeat", json=trial)).status_code == 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert (answer.status_code, "another schema" in answer.text) == (503, True)
+            assert "Traceback" not in server.log.read_text()
+        finally:
+            set_revision(database_url, *known)
+        assert http.patch("/trials/heartbeat", json=trial).status_code == 200
 
 
 def every_get() -> list[str]:
