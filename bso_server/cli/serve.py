@@ -83,7 +83,8 @@ def _serve(options: argparse.Namespace) -> None:
     uvicorn.run(
         partial(application, settings),
         factory=True,
-        host=settings.server_host,
+        # asyncio would listen only on IPv6 addresses; without a host, it listens on all addresses.
+        host="" if settings.server_host == "::" else settings.server_host,
         port=settings.server_port,
         http=BoundedProtocol,
         h11_max_incomplete_event_size=MOST_HEAD_BYTES,

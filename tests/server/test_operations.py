@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -43,6 +43,7 @@ from tests.support.databases import (
     POSTGRES_URL,
     POSTGRESQL,
     administer,
+    empty_database,
     fresh_database,
 )
 from tests.support.exports import export_over
@@ -236,6 +237,7 @@ OTHER_GETS = {
         "/api/jobs/{job_id}/trials.csv",
         "/api/jobs/{job_id}/events",
         "/api/jobs/{job_id}/power_profiles",
+        "/api/jobs/{job_id}/trials/{trial_number}/epochs",
     ),
 }
 
@@ -415,10 +417,12 @@ def user_of(database_url: str, *rights: str) -> Iterator[str]:
         administer(database_url, f"DROP USER {name}")
 
 
-@pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True)
-def test_upgrade_without_rights_says_what_the_database_refused(database_url: str) -> None:
-    on_tables = f"SELECT, INSERT, UPDATE, DELETE ON {make_url(database_url).database}.*"
-    with user_of(database_url, *([on_tables] if database_url.startswith("mysql") else [])) as user_url:
+@pytest.mark.parametrize("kind", [POSTGRESQL, MYSQL])
+def test_upgrade_without_rights_says_what_the_database_refused(kind: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        database_url = stack.enter_context(empty_database(kind, tmp_path))
+        on_tables = f"SELECT, INSERT, UPDATE, DELETE ON {make_url(database_url).database}.*"
+        user_url = stack.enter_context(user_of(database_url, *([on_tables] if kind == "mysql" else [])))
         for command in (["db", "upgrade"], ["serve", "--migrate", "--port", str(free_port())]):
             answer = bso_server(*command, "--database-url", user_url)
             assert answer.returncode == 1
@@ -500,6 +504,13 @@ def test_upgrade_quotes_the_driver_as_written(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
     done = bso_server("db", "upgrade", "--database-url", url)
     assert done.stdout == f"{url} is at this version's schema\n"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_server_on_all_addresses_answers_over_both_families(tmp_path: Path) -> None:
+    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path, "--host", "::") as server:
+        urls = [f"http://{host}:{server.port}/api/jobs" for host in ("127.0.0.1", "[::1]")]
+        assert [httpx.get(url).status_code for url in urls] == [200, 200]
 
 
 def test_lease_lengths_are_configurable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
