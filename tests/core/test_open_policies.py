@@ -19,9 +19,7 @@ from tests.support.exports import exported, import_lines, renamed
 from tests.support.policies import check_policy
 from tests.support.servers import ServerProcess
 from tests.support.service import JobService, job_service
-from zeus_plugins.client import client_from_environment
-from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.protocol import OWN_POLICIES, GpuConfig, JobSpec, JobSpecFromClient, Origin
+from zeus_plugins.protocol import OWN_POLICIES, JobSpec, Origin
 
 
 class Packages:
@@ -180,16 +178,6 @@ def test_refusal_over_http_names_the_field(any_server: ServerProcess) -> None:
     assert refused.status_code == 422
     assert [error["field"] for error in refused.json()["errors"]] == ["policy"]
     assert "entry point group zeus_plugins.policies" in refused.json()["message"]
-
-
-def test_embedded_server_names_the_policy_to_install(tmp_path: Path) -> None:
-    spec = JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8, policy="nobodys")
-    with (
-        client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client,
-        pytest.raises(ZeusBSOConfigError, match=r"policy 'nobodys' is not installed .* \(entry point group") as told,
-    ):
-        client.register(JobSpecFromClient.of(spec, GpuConfig(max_power=100, number_of_gpus=1, gpu_model="GPU")))
-    assert told.value.status == 422
 
 
 @pytest.mark.parametrize(

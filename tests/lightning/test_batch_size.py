@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.tuner.tuning import Tuner
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.support import lightning_bench as models
 from tests.support.frameworks import Work
-from tests.support.job_bench import AT_ONCE, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
+from tests.support.job_bench import AT_ONCE, EPOCH_OF_48, NEVER, SERVERS_SIZE
 from tests.support.lightning_bench import (
     QUIET,
     USERS_SIZE,
@@ -197,47 +195,6 @@ def test_lightning_calls_per_step_hooks_of_subclass_only(bench: Bench) -> None:
 
 
 # The learning rate
-
-
-def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> OneCycleLR:
-    return OneCycleLR(optimizer, max_lr=0.5, total_steps=steps)
-
-
-def cosine(optimizer: torch.optim.Optimizer, steps: int) -> CosineAnnealingLR:
-    return CosineAnnealingLR(optimizer, T_max=steps, eta_min=0.02)
-
-
-@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 0.5), ("auto", 1.0)])
-@pytest.mark.parametrize(
-    ("scheduler", "first_rate"),
-    [(None, 0.1), (one_cycle, 0.5 / 25), (cosine, 0.1)],
-    ids=["none", "one cycle", "cosine"],
-)
-def test_learning_rate_follows_batch_size(
-    bench: Bench, scaling: str, factor: float, scheduler: Callable[..., Any] | None, first_rate: float
-) -> None:
-    job = bench.job()
-    bench.complete_first_trial(job)
-    module = Classifier(scheduler=scheduler)
-    quiet_trainer(bench.callback(job, lr_scaling=scaling)).fit(module, train_loader())
-    assert module.seen_sizes[0] == NEXT_SIZE
-    assert module.seen_rates[0] == pytest.approx(first_rate * factor)
-    assert module.seen_rates == pytest.approx(
-        [rate * factor for rate in unscaled_rates(scheduler, len(module.seen_rates))]
-    )
-
-
-def unscaled_rates(scheduler: Callable[..., Any] | None, steps: int) -> list[float]:
-    """Return the rates of the module's optimizer and scheduler without the callback."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    schedule = scheduler(optimizer, steps) if scheduler else None
-    rates = []
-    for _ in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if schedule:
-            schedule.step()
-    return rates
 
 
 # Reports

@@ -107,18 +107,6 @@ def test_limits_below_a_clamp_are_not_measured_under_a_wrong_name(caplog: pytest
     assert here.gpu.limit_mw == 700_000
 
 
-def test_permanently_ignored_limit_is_never_measured(caplog: pytest.LogCaptureFixture) -> None:
-    here = Replayed(ignores_limits=True)
-    zeus = here.profiler(limits_w=[600, 500])
-    here.train(zeus, 3)
-    assert zeus.chosen_limit_w is None
-    assert zeus.profile is not None
-    assert zeus.profile.samples == ()
-    (warning,) = warnings_in(caplog)
-    assert warning.startswith("no power limit is chosen")
-    zeus.close()
-
-
 def test_limit_overruled_by_a_second_limiter_is_not_tried() -> None:
     here = Replayed(enforced_mw=500_000)
     zeus = here.profiler(Time(), limits_w=None)
@@ -249,19 +237,6 @@ def start_live_process() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
-
-
-def test_training_ending_before_the_first_change_restores_a_limit_left_behind(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    here = Replayed(limit_mw=400_000, default_mw=700_000)
-    record_limit()
-    zeus = here.profiler(wait_steps=100)
-    assert here.train(zeus, 3) == [400] * 3
-    assert "restoring 700 W when this training ends" in caplog.text
-    zeus.close()
-    assert here.gpu.limit_mw == 700_000
-    assert recall("GPU-0") is None
 
 
 def test_live_training_is_named_and_the_limit_left_alone(

@@ -107,52 +107,15 @@ def test_invalid_selector_is_refused(selector: Any, wrong: float, problem: str) 
         selector(wrong)
 
 
-# States
-
-
-def test_limit_warms_up_and_is_measured_step_by_step() -> None:
-    window = Window(warmup_steps=2, profile_steps=2)
-    states = [window.epoch_began(Ready(0), limits=2)]
-    for _ in range(8):
-        states.append(window.steps_ended(states[-1], 1, limits=2))
-    assert states == [
-        Warmup(0, 2),
-        Warmup(0, 1),
-        Profiling(0, 0),
-        Profiling(0, 1),
-        Warmup(1, 2),
-        Warmup(1, 1),
-        Profiling(1, 0),
-        Profiling(1, 1),
-        Done(),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("window", "state", "steps", "following"),
-    [
-        (Window(0, 1), Profiling(0), 1, Profiling(1)),
-        (Window(3, 4), Warmup(0, 3), 2, Warmup(0, 1)),
-        (Window(3, 4), Warmup(0, 1), 5, Profiling(0)),
-        (Window(3, 4), Profiling(1, 1), 9, Done()),
-    ],
-)
-def test_steps_may_be_counted_together(window: Window, state: Any, steps: int, following: Any) -> None:
-    assert window.steps_ended(state, steps, limits=2) == following
-    assert Window(0, 1).epoch_began(Ready(0), limits=2) == Profiling(0)  # without a warm-up
-
-
-@pytest.mark.parametrize("state", [Warmup(3, 1), Profiling(3, 1), Ready(3)])
-def test_end_of_an_epoch_restarts_the_present_limit(state: Any) -> None:
-    assert Window(1, 2).epoch_ended(state) == Ready(3)
-
-
 @pytest.mark.parametrize(
     ("steps", "fitted"),
     [(50, Window(10, 40)), (49, Window(10, 39)), (20, Window(4, 16)), (1, Window(0, 1)), (0, Window(0, 1))],
 )
 def test_windows_shrink_to_the_steps_of_an_epoch(steps: int, fitted: Window) -> None:
     assert Window(10, 40).fitted(steps) == fitted
+
+
+# States
 
 
 def test_documented_diagram_shows_exactly_the_transitions() -> None:

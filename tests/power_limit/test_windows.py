@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from tests.support.power_limit_bench import FOUND_W, LIMITS_W, machine, profiler, train
-from zeus_plugins.energy import Measurement, NvmlMonitor
+from zeus_plugins.energy import NvmlMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import NvmlDevice, PowerLimitProfiler, ZeusCost
 from zeus_plugins.power_limit.plan import Pace, Part, Window
@@ -111,16 +111,6 @@ def test_window_grows_at_the_pace_of_the_steps() -> None:
         assert pace == Pace(Window(10, 40), 0.5, 2.0)
     assert pace.measured(too_short) is None
     assert pace == Pace(Window(334, 1400), 0.5, 2.0, part=too_short)
-
-
-def test_steps_of_several_epochs_are_combined() -> None:
-    part = Part(3, 1.5, 30.0, "nvml").plus(Part(1, 0.5, 10.0, "nvml"))
-    assert (part, part.plus(None)) == (Part(4, 2.0, 40.0, "nvml"), part)
-
-
-def test_several_ranks_use_the_longest_time_and_the_total_energy() -> None:
-    ranks = [Measurement(1.0, 5.0, "nvml"), Measurement(1.5, 7.0, "nvml")]
-    assert Part.of(4, ranks) == Part(4, 1.5, 12.0, "nvml")
 
 
 # ---- Waiting -------------------------------------------------------------------------------------------------------

@@ -33,12 +33,6 @@ async def test_failing_server_is_an_error(server: ServerProcess) -> None:
         await exchange(Target("127.0.0.1", free_port(), Meter(1)), encode("GET", "/health"))
 
 
-def test_request_is_encoded_completely() -> None:
-    assert encode("GET", "/jobs/batch_size?job_id=a").endswith(b"\r\n\r\n")
-    head, _, body = encode("POST", "/jobs", {"job_id": "ä"}).partition(b"\r\n\r\n")
-    assert f"Content-Length: {len(body)}".encode() in head
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the figures come from /proc")
 def test_meter_counts_a_process_and_all_children() -> None:
     child = "import time\nwhile time.process_time() < 0.2: pass\nprint(time.process_time(), flush=True); input()"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -122,18 +121,6 @@ def write_slice(folder: Path, number: int, train: str, validation: str) -> None:
     (folder / f"{number}_val.json").write_text(validation)
 
 
-@pytest.fixture(scope="module")
-def sentiment() -> Any:
-    """The example as a module."""
-    if not os.environ.get("CI"):
-        pytest.importorskip("transformers", reason="the example needs zeus-plugins[transformers]")
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return importlib.import_module("hf_sentiment")
-    finally:
-        sys.path.remove(str(EXAMPLES))
-
-
 @pytest.mark.slow
 def test_recurrence_trains_on_a_slice_of_a_folder(server: ServerProcess, tmp_path: Path) -> None:
     write_slice(tmp_path, 1, LINES * 100, LINES)
@@ -143,47 +130,3 @@ def test_recurrence_trains_on_a_slice_of_a_folder(server: ServerProcess, tmp_pat
     assert [line.split()[3] for line in output.splitlines() if line.startswith("training on")] == ["2"]
     with BsoClient(server.url) as client:
         assert [trial.state for trial in client.show_job("sentiment-1").trials] == [TrialState.COMPLETED]
-
-
-def test_slices_are_ordered_by_number(sentiment: Any, tmp_path: Path) -> None:
-    for number in (10, 9, 2):
-        write_slice(tmp_path, number, LINES, LINES)
-    options = argparse.Namespace(data=tmp_path, slice=None, recurrences=4)
-    assert sentiment.slices_to_train_on(options) == [2, 9, 10, 2]
-    options.slice = 10
-    assert sentiment.slices_to_train_on(options) == [10, 2, 9, 10]
-
-
-@pytest.mark.parametrize("content", [LINES, LIST, "\n" + LINES + "\n"], ids=["lines", "list", "blank lines"])
-def test_slice_is_read_from_a_file(sentiment: Any, tmp_path: Path, content: str) -> None:
-    write_slice(tmp_path, 1, content, content)
-    data = sentiment.read_slice(tmp_path, 1)
-    assert data.train == data.validation == sentiment.Examples(["what a lovely day :)", "awful traffic again"], [1, 0])
-
-
-@pytest.mark.parametrize(
-    "content",
-    ['{"text": "cut', '{"text": "no label"}', '{"label": 1}', '"no object"', '[{"text": 1}]', "[1]"],
-)
-def test_file_with_a_foreign_format_is_refused(sentiment: Any, tmp_path: Path, content: str) -> None:
-    write_slice(tmp_path, 1, content, LINES)
-    with pytest.raises(SystemExit, match=r"1_train.json is not as expected .*'text' and a 'label'"):
-        sentiment.read_slice(tmp_path, 1)
-
-
-def test_missing_files_are_named(sentiment: Any, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="holds no slice"):
-        sentiment.slice_numbers(tmp_path)
-    write_slice(tmp_path, 1, LINES, LINES)
-    (tmp_path / "1_val.json").unlink()
-    with pytest.raises(SystemExit, match=r"1_val.json is missing"):
-        sentiment.read_slice(tmp_path, 1)
-    with pytest.raises(SystemExit, match="holds no slice 2, but 1"):
-        sentiment.slices_to_train_on(argparse.Namespace(data=tmp_path, slice=2, recurrences=1))
-
-
-def test_generated_data_drifts_reproducibly(sentiment: Any) -> None:
-    first, second = sentiment.made_up_slice(0), sentiment.made_up_slice(1)
-    assert first == sentiment.made_up_slice(0)
-    words, later_words = (set(" ".join(data.train.texts).split()) for data in (first, second))
-    assert (words - later_words, later_words - words) == ({"great", "awful"}, {"generous", "cheap"})

@@ -42,15 +42,6 @@ def test_table_has_a_line_per_kind_of_job(
     assert all(f"{each['world']}  " in shown for each in figures)
 
 
-def test_budgets_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(honesty, "FRONTIER", ("30%, noise 20%",))
-    assert main(["--seeds", "1", "--budgets", "0", "0.2"]) == 0
-    none, much = (line.split() for line in capsys.readouterr().out.splitlines() if "30%" in line)
-    assert none[1] == "0.0%:"
-    assert none[-10:] == ["0.0", "/", "0.0", "/", "0.0", "/", "0.0", "/", "0.0", "%"]
-    assert float(much[-2]) > 0
-
-
 @pytest.mark.slow
 def test_verdicts_hold_in_forty_jobs() -> None:
     """Check the goals with three standard errors: at most 10 % wrong, 70 and 97 % right after runs 30 and 50."""

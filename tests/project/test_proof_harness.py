@@ -281,17 +281,6 @@ def test_size_missing_the_target_costs_the_repeated_runs() -> None:
 # --- Tables in documents ----------------------------------------------------------------------------------------------
 
 
-def test_document_without_marks_is_reported(tmp_path: Path) -> None:
-    file = tmp_path / "page.md"
-    file.write_text("nothing\n")
-    with pytest.raises(ValueError, match="has no line such as <!-- table: x -->"):
-        write_tables({"x": "y"}, [file])
-    file.write_text("<!-- table: x -->\n")
-    with pytest.raises(ValueError, match="there is no line <!-- end of table --> below <!-- table: x -->"):
-        write_tables({"x": "y"}, [file])
-    assert file.read_text() == "<!-- table: x -->\n"
-
-
 @pytest.mark.parametrize(
     ("figures", "tables", "page"),
     [

@@ -21,7 +21,6 @@ from transformers import DataCollatorForSeq2Seq
 from tests.support import lightning_bench as models
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.training.batches import (
-    BatchSplit,
     CheckedCollate,
     SampleCount,
     StepCount,
@@ -376,29 +375,6 @@ def test_foreign_optimizer_is_not_counted() -> None:
 
 
 sizes = st.integers(1, 10_000)
-
-
-@pytest.mark.parametrize(
-    ("global_batch_size", "options", "split"),
-    [
-        (48, {"world_size": 1}, BatchSplit(48, 1)),
-        (48, {"world_size": 2}, BatchSplit(24, 1)),
-        (48, {"world_size": 2, "accumulation": 4}, BatchSplit(6, 4)),
-        (48, {"world_size": 1, "max_per_device": 48}, BatchSplit(48, 1)),
-        (48, {"world_size": 1, "max_per_device": 20}, BatchSplit(16, 3)),
-        (48, {"world_size": 2, "max_per_device": 8}, BatchSplit(8, 3)),
-        (48, {"world_size": 1, "accumulation": 5, "max_per_device": 20}, BatchSplit(8, 6)),
-        (7, {"world_size": 1, "max_per_device": 3}, BatchSplit(1, 7)),
-        (48, {"world_size": 5}, None),
-        (48, {"world_size": 1, "accumulation": 5}, None),
-        (2, {"world_size": 4}, None),
-        (2, {"world_size": 1, "accumulation": 4, "max_per_device": 8}, None),
-    ],
-)
-def test_global_size_is_split_over_devices_and_accumulation(
-    global_batch_size: int, options: dict[str, int], split: BatchSplit | None
-) -> None:
-    assert split_batch(global_batch_size, **options) == split
 
 
 @given(global_batch_size=sizes, world_size=st.integers(1, 8), accumulation=st.integers(1, 8), limit=st.none() | sizes)
