@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.policies.calibration import BANDS, CHANCES
+from benchmarks.policies.calibration import BANDS
 from benchmarks.policies.cases import ROWS
 from benchmarks.policies.contest import CONTENDERS, FLOOR, WARM
 from benchmarks.recurrences.tasks import DEFAULT, GPU, SIMULATED, UNSCALED
@@ -117,7 +117,6 @@ def _or_dash(value: float | None, digits: int) -> str:
 _LABELS = {
     "default": "the default for ever, full power",
     "grid": "each size once, then the best",
-    "optuna-tpe": "Optuna, TPE",
     FLOOR: "floor: default once, then clairvoyant",
     WARM: "`gp_voi`, with the epochs of another GPU",
 }
@@ -131,12 +130,8 @@ def policy_tables(results: PolicyResults) -> dict[str, str]:
     made = {row: _main_row(results[row]) for row in MAIN_ROWS if row in results}
     if rows := made_conditions(results):
         made["made-conditions"] = _condition_rows(rows)
-    for name, head, kinds in (
-        ("calibration", "90 % band holds the expected cost of the", BANDS),
-        ("chances", "stated chance that a size is cheaper", {words: words for words in CHANCES}),
-    ):
-        if lines := _claims(results, kinds):
-            made[name] = markdown_table([[head, *lines[0][1:]], *lines[1:]])
+    if lines := _bands(results):
+        made["calibration"] = markdown_table(lines)
     return made
 
 
@@ -171,8 +166,8 @@ def _condition_rows(rows: PolicyResults) -> str:
     return markdown_table(lines)
 
 
-def _claims(results: PolicyResults, kinds: Mapping[str, str]) -> list[list[str]]:
-    """Return a header and a line for each kind of claim: the share of true claims, and in brackets their number.
+def _bands(results: PolicyResults) -> list[list[str]]:
+    """Return a header and a line for each of `BANDS`: the share that held the true cost, and in brackets their number.
 
     Each policy and row with results has a column; without such results the list is empty.
     """
@@ -182,8 +177,8 @@ def _claims(results: PolicyResults, kinds: Mapping[str, str]) -> list[list[str]]
         for name, found in results.get(row, {}).items()
         if "calibration" in found
     }
-    lines = [["", *columns]]
-    for kind, title in kinds.items():
+    lines = [["90 % band holds the expected cost of the", *columns]]
+    for kind, title in BANDS.items():
         found = [each.get(kind) for each in columns.values()]
         if any(found):
             lines.append(

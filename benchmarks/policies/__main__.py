@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from benchmarks.policies.cases import ROWS
-from benchmarks.policies.contest import CONTENDERS, OPTUNA, Task, check_requirements, simulate
+from benchmarks.policies.contest import CONTENDERS, Task, simulate
 from benchmarks.reports import (
     MAIN_ROWS,
     MARKS,
@@ -25,7 +25,7 @@ from benchmarks.reports import (
     write_policy_results,
 )
 from benchmarks.tables import policy_tables, write_tables
-from bso_server.cli.common import CommandError, Commands
+from bso_server.cli.common import CommandError
 from bso_server.cli.simulate import at_least_1, policy_name
 from bso_server.errors import BsoError
 from zeus_plugins.protocol import ZEUS
@@ -38,22 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate, print tables, and write the requested files; return 0, or 1 after printing a reason."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.policies", description="Costs of policies in simulated jobs: docs/policy-figures.md."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_report(commands)
-    options = parser.parse_args(arguments)
-    try:
-        options.run(options)
-    except (CommandError, BsoError, ValueError, OSError) as error:
-        print(f"benchmarks.policies: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _add_report(commands: Commands) -> None:
-    """Add subcommand ``report``."""
-    parser = commands.add_parser(
-        "report", help="policies and their rivals on traces, MLPerf's file and made landscapes"
     )
     parser.add_argument(
         "--traces",
@@ -78,13 +62,6 @@ def _add_report(commands: Commands) -> None:
     )
     parser.add_argument("--seeds", type=at_least_1, default=24, metavar="N", help="simulated jobs (default 24)")
     parser.add_argument(
-        "--optuna-seeds",
-        type=at_least_1,
-        default=4,
-        metavar="N",
-        help="of Optuna, which is slow, at most (default 4)",
-    )
-    parser.add_argument(
         "--workers", type=at_least_1, default=os.cpu_count(), metavar="N", help="processes (default: one a core)"
     )
     parser.add_argument(
@@ -95,13 +72,18 @@ def _add_report(commands: Commands) -> None:
         help="JSON in which what is measured replaces what was there before (default: the source tree's)",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="Markdown file in which to replace the tables")
-    parser.set_defaults(run=_report)
+    options = parser.parse_args(arguments)
+    try:
+        _report(options)
+    except (CommandError, BsoError, ValueError, OSError) as error:
+        print(f"benchmarks.policies: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _report(options: argparse.Namespace) -> None:
     results = read_policy_results(options.results)
     if names := _rows(options):
-        check_requirements(options.policies)
         _measure(names, options, results)
         write_policy_results(results, options.results)
     tables = policy_tables(results)
@@ -129,11 +111,11 @@ def _measure(names: Sequence[str], options: argparse.Namespace, results: PolicyR
         Task(case, name, seeds, calibrates=row in MAIN_ROWS and name != ZEUS)
         for row, name in pairs
         for case in rows[row]
-        for seeds in _seeds(name, options)
+        for seeds in _seeds(options.seeds)
     ]
     played = iter(simulate(tasks, options.workers, _Progress()))
     for row, name in pairs:
-        blocks = len(_seeds(name, options))
+        blocks = len(_seeds(options.seeds))
         jobs = [list(chain.from_iterable(islice(played, blocks))) for _ in rows[row]]
         results.setdefault(row, {})[name] = entry(rows[row], jobs)
 
@@ -142,8 +124,7 @@ def _contender(name: str) -> str:
     return name if name in CONTENDERS else policy_name(name)
 
 
-def _seeds(name: str, options: argparse.Namespace) -> list[range]:
-    count = min(options.seeds, options.optuna_seeds) if name == OPTUNA else options.seeds
+def _seeds(count: int) -> list[range]:
     return [range(first, min(first + _SEEDS_EACH, count)) for first in range(0, count, _SEEDS_EACH)]
 
 

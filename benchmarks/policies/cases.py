@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.policies import landscapes
 from benchmarks.policies.landscapes import MadeJob, made_jobs
@@ -43,14 +42,12 @@ class VaryingConditions(Conditions):
     Attributes:
         cost_noise_sd: σ of the log of a random factor on the time and energy of each trial, as if other programs used
             the machine, too. The factor's mean is 1.
-        epoch_noise_sd: σ of the log of such a factor for each epoch of a trial, drawn independently per epoch.
         landscapes: Landscapes of the recurrences, repeated cyclically, for a job that changes; otherwise empty.
         crash_chance: Chance that a trial crashes half way.
         waited_shares: Share of its time for which each recurrence's run waits for a CPU core, repeated cyclically.
     """
 
     cost_noise_sd: float = 0.0
-    epoch_noise_sd: float = 0.0
     landscapes: tuple[Landscape, ...] = ()
     crash_chance: float = 0.0
     waited_shares: tuple[float, ...] = (0.0,)
@@ -67,11 +64,6 @@ class VaryingConditions(Conditions):
         """Draw a factor on the time and energy of one trial."""
         sd = self.cost_noise_sd
         return float(draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
-
-    def epoch_factors(self, epochs: int, draws: np.random.Generator) -> NDArray[np.float64] | None:
-        """Draw factors on the time and energy of each epoch of one trial, shape (epochs,); None if all are 1."""
-        sd = self.epoch_noise_sd
-        return draws.lognormal(-sd * sd / 2, sd, epochs) if sd else None
 
     def crashes(self, draws: np.random.Generator) -> bool:
         """Draw whether a trial crashes half way."""
@@ -265,10 +257,6 @@ def _mlperf(folder: Path, recurrences: int) -> list[Case]:
 
 _DRIFT_AT = 50
 _GPU_CHANGE_AT = 40
-_SEASON = 12
-# A slow drift takes 100 recurrences and advances every fifth, because each landscape takes memory.
-_DRIFT_STEP = 5
-_DRIFT_LENGTH = 100
 _CRASH_CHANCE = 0.05
 
 
@@ -301,25 +289,12 @@ def _crashing(job: MadeJob, recurrences: int) -> Case:
     return replace(case, conditions=replace(case.conditions, landscape=crashing))
 
 
-def _slowly_drifting(job: MadeJob, recurrences: int) -> Case:
-    job = landscapes.with_more_epochs(job)
-    steps = range(0, _DRIFT_LENGTH, _DRIFT_STEP)
-    drifting = [_landscape(landscapes.drifted(job, step / _DRIFT_LENGTH)) for step in steps]
-    each = tuple(drifting[recurrence // _DRIFT_STEP] for recurrence in range(_DRIFT_LENGTH))
-    return _made_case(job, recurrences, landscapes=each)
-
-
 def _abruptly_changing(job: MadeJob, recurrences: int) -> Case:
     """Return a case with a drift that reverses the sizes' epochs; `max_epochs` suffices for the default afterwards."""
     after = landscapes.with_epochs_reversed(job)
     max_epochs = max(job.max_epochs, math.ceil(3 * after.mean_epochs[after.default_place]))
     before, after = replace(job, max_epochs=max_epochs), replace(after, max_epochs=max_epochs)
     return _changing(before, after, _DRIFT_AT, recurrences)
-
-
-def _seasonal(job: MadeJob, recurrences: int) -> Case:
-    year = tuple(_landscape(landscapes.in_season(job, month / _SEASON)) for month in range(_SEASON))
-    return _made_case(job, recurrences, landscapes=year)
 
 
 def _loaded(job: MadeJob, recurrences: int) -> Case:
@@ -358,22 +333,11 @@ _MADE_ROWS = {
     "landscapes": _made_row("made landscapes: sixty of ten families"),
     "default-best": _made_row("the default is the best size", change=landscapes.from_the_best),
     "made-crashes": _made_row("5 % of the runs crash half way", case=_crashing),
-    "made-heavy-tails": _made_row("epochs with heavy tails, at least ±30 %", change=landscapes.with_heavy_tails),
-    "made-slow-drift": _made_row("slow drift to a smaller critical size", case=_slowly_drifting),
     "made-abrupt-change": _made_row("sizes reversed from recurrence 51 on", case=_abruptly_changing, only=_never_fails),
-    "made-seasons": _made_row("seasons of 12 recurrences: cost of an epoch ±40 %, epochs ±20 %", case=_seasonal),
     "made-gpu-change": _made_row("a GPU 2.5 times cheaper from recurrence 41 on", case=_changing_gpu),
     "made-in-flight-4": _made_row("four recurrences always under way", case=partial(_made_case, concurrency=4)),
-    "made-in-flight-8": _made_row("eight recurrences always under way", case=partial(_made_case, concurrency=8)),
-    "made-tight": _made_row(
-        "`max_epochs` 1.25 times the default's mean epochs", change=landscapes.with_tight_max_epochs
-    ),
     "made-epochs": _made_row("epochs ±60 % from run to run", change=landscapes.with_epoch_noise),
     "made-costs": _made_row("cost noise of 50 %", case=partial(_made_case, cost_noise_sd=0.5)),
-    "made-epoch-costs": _made_row(
-        "cost noise of 50 % from epoch to epoch, and of 2 % from run to run",
-        case=partial(_made_case, cost_noise_sd=0.02, epoch_noise_sd=0.5),
-    ),
     "made-busy": _made_row(
         "all runs wait for a core for half of their time", case=partial(_made_case, waited_shares=(0.5,))
     ),

@@ -10,19 +10,17 @@ import heapq
 import math
 import os
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.policies.calibration import Calibration, Tallies
 from benchmarks.policies.cases import Case
-from bso_server.cli.common import CommandError
 from bso_server.simulate.play import half_way
 from bso_server.simulate.workload import Epoch
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, TrialState, cost
@@ -97,55 +95,6 @@ class Grid(Rival):
         self._costs_j.setdefault(batch_size, cost_j)
 
 
-OPTUNA = "optuna-tpe"
-
-TRIALS = 20
-"""Number of trials of a study; afterwards the rival always chooses the size that cost least in them."""
-
-
-class OptunaStudy(Rival):
-    """A study of `TRIALS` recurrences by Optuna's TPE, first at the default; then the best trial's size in every run.
-
-    The study's parameter is the size's index among the sorted sizes, so that samplers know which sizes are neighbours.
-    """
-
-    def __init__(self, sizes: Sequence[int], default: int, seed: int) -> None:
-        optuna = load_optuna()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._sizes = list(sizes)
-        self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
-        self._study.enqueue_trial({"place": self._sizes.index(default)})
-        self._asked = 0
-        # Cost (J) and size of the best trial, kept here because Optuna's `best_trial` would copy all trials.
-        self._best: tuple[float, int] | None = None
-        self._under_way: dict[int, list[Any]] = defaultdict(list)
-
-    def next_size(self) -> int:
-        """Return the next trial's size; after all trials, the best trial's size."""
-        if self._asked >= TRIALS and self._best is not None:
-            return self._best[1]
-        self._asked += 1
-        trial = self._study.ask()
-        size: int = self._sizes[trial.suggest_int("place", 0, len(self._sizes) - 1)]
-        self._under_way[size].append(trial)
-        return size
-
-    def learn(self, batch_size: int, cost_j: float) -> None:
-        """Take note of a finished recurrence."""
-        if self._under_way[batch_size]:
-            self._study.tell(self._under_way[batch_size].pop(0), cost_j)
-            self._best = min(self._best or (cost_j, batch_size), (cost_j, batch_size))
-
-
-def load_optuna() -> Any:
-    """Import Optuna and return the module; raise `CommandError` if it is not installed."""
-    try:
-        import optuna
-    except ImportError as error:
-        raise CommandError(f"Optuna is missing ({error}): pip install 'zeus-plugins[bench]'") from error
-    return optuna
-
-
 # After this number of runs without the target, a recurrence has infinite cost.
 _PATIENCE = 100
 
@@ -154,7 +103,6 @@ FLOOR = "floor"
 RIVALS: dict[str, Callable[[Case, int], Rival]] = {
     "default": lambda case, _: Default(case.workload.default_batch_size),
     "grid": lambda case, _: Grid(*_sizes(case)),
-    OPTUNA: lambda case, seed: OptunaStudy(*_sizes(case), seed),
     FLOOR: lambda case, _: Clairvoyant(case),
 }
 """Functions that return a rival for a case and a seed, by the rival's name."""
@@ -164,12 +112,6 @@ WARM = "warm"
 
 CONTENDERS = [*OWN_POLICIES, *RIVALS, WARM]
 """Names of all contenders, the server's own policies first. Policies of other packages can be played, too."""
-
-
-def check_requirements(names: list[str]) -> None:
-    """Raise `CommandError` if one of these contenders needs a package that is not installed."""
-    if OPTUNA in names:
-        load_optuna()
 
 
 class Paid(NamedTuple):
@@ -205,7 +147,7 @@ def paid(case: Case, name: str, seed: int, *, calibrates: bool = False) -> Paid:
         job.costs_j,
         job.unfinished,
         last_size=None if last is None else last.record.batch_size,
-        tallies=None if calibration is None else calibration.tallies(job.trials),
+        tallies=None if calibration is None else calibration.tallies(),
     )
 
 
@@ -273,14 +215,12 @@ class _Contest:
         slowness /= 1 - self._case.conditions.waited_share(recurrence)
         max_epochs = self._case.workload.max_epochs
         epochs = math.ceil(min(needed, max_epochs))
-        factors = self._case.conditions.epoch_factors(epochs, self._draws)
         crashes = self._case.conditions.crashes(self._draws) and half_way(needed, max_epochs) < epochs
         if crashes:
             epochs = half_way(needed, max_epochs)
-        start, later = (1.0, epochs - 1) if factors is None else (float(factors[0]), float(factors[1:epochs].sum()))
         run = Epoch(
-            (start * first.time_s + later * profile.epoch.time_s) * slowness,
-            (start * first.energy_j + later * profile.epoch.energy_j) * slowness,
+            (first.time_s + (epochs - 1) * profile.epoch.time_s) * slowness,
+            (first.energy_j + (epochs - 1) * profile.epoch.energy_j) * slowness,
         )
         if crashes:
             return run, batch_size

@@ -54,8 +54,6 @@ class MadeJob:
         epoch_s: Time of an epoch.
         epoch_j: Energy of an epoch.
         cost_noise_sd: σ of the log of a factor on the time and energy of each run.
-        has_heavy_tails: True if log epochs follow Student's t with 3 degrees of freedom instead of a normal
-            distribution.
     """
 
     name: str
@@ -70,7 +68,6 @@ class MadeJob:
     epoch_s: Array
     epoch_j: Array
     cost_noise_sd: float
-    has_heavy_tails: bool = False
 
     @property
     def octaves(self) -> Array:
@@ -100,7 +97,7 @@ class MadeJob:
 
     def _trace(self, place: int) -> SizeTrace:
         missing = round(self.missing[place] * _QUANTILES)
-        spread = self.epochs_sd * _quantiles(_QUANTILES - missing, heavy=self.has_heavy_tails) - self.epochs_sd**2 / 2
+        spread = self.epochs_sd * _quantiles(_QUANTILES - missing) - self.epochs_sd**2 / 2
         epochs = np.maximum(1.0, np.round(self.mean_epochs[place] * np.exp(spread)))
         time_s, energy_j = float(self.epoch_s[place]), float(self.epoch_j[place])
         return SizeTrace(
@@ -114,16 +111,10 @@ class MadeJob:
 
 
 @lru_cache(maxsize=8)
-def _quantiles(count: int, *, heavy: bool) -> Array:
-    """Return the quantiles (k + ½)/n of a distribution with σ 1: normal, or if `heavy`, t with 3 degrees of freedom."""
-    shares = (np.arange(count) + 0.5) / count
-    if not heavy:
-        normal = NormalDist()
-        return np.array([normal.inv_cdf(share) for share in shares])
-    scaled = np.linspace(-30.0, 30.0, 60_001)
-    # For 3 degrees of freedom, σ of t is √3. With x = t/√3, the cumulative distribution function is
-    # ½ + (x/(1 + x²) + arctan x)/π.
-    return np.interp(shares, 0.5 + (scaled / (1 + scaled**2) + np.arctan(scaled)) / math.pi, scaled)
+def _quantiles(count: int) -> Array:
+    """Return the quantiles (k + ½)/n of the standard normal distribution."""
+    normal = NormalDist()
+    return np.array([normal.inv_cdf((number + 0.5) / count) for number in range(count)])
 
 
 # Families
@@ -291,47 +282,14 @@ def from_the_best(job: MadeJob) -> MadeJob:
     return replace(job, default_place=job.batch_sizes.index(best))
 
 
-def with_heavy_tails(job: MadeJob) -> MadeJob:
-    """Return a job with log epochs that follow Student's t with 3 degrees of freedom, with σ of at least 0.3."""
-    return replace(job, has_heavy_tails=True, epochs_sd=max(job.epochs_sd, 0.3))
-
-
 def with_epoch_noise(job: MadeJob) -> MadeJob:
     """Return a job with log epochs of σ 0.6."""
     return replace(job, epochs_sd=0.6)
 
 
-def with_tight_max_epochs(job: MadeJob) -> MadeJob:
-    """Return a job with a `max_epochs` of 1.25 times the mean epochs of the default, and at least 2."""
-    return replace(job, max_epochs=max(2, math.ceil(1.25 * job.mean_epochs[job.default_place])))
-
-
-def with_more_epochs(job: MadeJob) -> MadeJob:
-    """Return a job with three times the `max_epochs`."""
-    return replace(job, max_epochs=3 * job.max_epochs)
-
-
-def drifted(job: MadeJob, progress: float) -> MadeJob:
-    """Return a job during a drift to a smaller critical size; `progress` is 0 at the start and 1 at the end.
-
-    The epochs grow most at large sizes: finally by a factor of e^0.3 at the smallest size, and e at the largest.
-    """
-    octaves = job.octaves
-    return replace(job, mean_epochs=job.mean_epochs * np.exp(progress * (0.7 * octaves / octaves[-1] + 0.3)))
-
-
 def with_epochs_reversed(job: MadeJob) -> MadeJob:
     """Return a job whose largest size needs the mean epochs of the smallest, and so on."""
     return replace(job, mean_epochs=job.mean_epochs[::-1])
-
-
-def in_season(job: MadeJob, phase: float) -> MadeJob:
-    """Return a job at a phase (0 to 1) of a season: the cost per epoch varies by ±40 %, the epochs by ±20 %."""
-    wave = math.sin(2 * math.pi * phase)
-    times = 1 + 0.4 * wave
-    return replace(
-        job, mean_epochs=job.mean_epochs * (1 + 0.2 * wave), epoch_s=job.epoch_s * times, epoch_j=job.epoch_j * times
-    )
 
 
 def on_faster_gpu(job: MadeJob) -> MadeJob:

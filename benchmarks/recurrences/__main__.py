@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots import plot_trainings
 from benchmarks.processes import BenchmarkError
 from benchmarks.recurrences.calibration import SECONDS
 from benchmarks.recurrences.data import python_files
@@ -78,12 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     hour.add_argument("--state", type=Path, default=_STATE, metavar="DIR", help=f"what was measured (default {_STATE})")
     hour.add_argument("--out", type=Path, default=_STATE, metavar="DIR", help="gets the packed state and the results")
     hour.set_defaults(run=_hour)
-    collect = commands.add_parser("collect", help="tables, JSON, pictures and documents of what was measured")
+    collect = commands.add_parser("collect", help="tables, JSON and documents of what was measured")
     collect.add_argument("--state", type=Path, nargs="+", default=[_STATE], metavar="DIR", help="one or several")
     collect.add_argument("--results", type=Path, metavar="FILE", help="write the figures as JSON")
     collect.add_argument("--from", dest="source", type=Path, metavar="FILE", help="take the figures of an earlier JSON")
     collect.add_argument("--write", type=Path, nargs="+", default=[], metavar="FILE", help="documents with marks")
-    collect.add_argument("--images", type=Path, metavar="DIR", help="folder in which to write the pictures, as SVG")
     collect.set_defaults(run=_collect)
     return parser
 
@@ -182,8 +180,6 @@ def _collect(options: argparse.Namespace) -> int:
         options.results.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", "utf-8")
     tables = proof_tables(results)
     write_tables(tables, options.write)
-    if options.images is not None:
-        plot_trainings(results, options.images)
     print("\n\n".join(tables.values()))
     return 0
 

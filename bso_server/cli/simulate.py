@@ -65,11 +65,11 @@ def add_simulate_command(commands: Commands) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     instead = "the first run takes the default size"
     parser.add_argument("--probe", "--first-run", action=RemovedOption, instead=instead)
-    instead = "python -m benchmarks.policies report --policies warm simulates warm starts"
+    instead = "python -m benchmarks.policies --policies warm simulates warm starts"
     parser.add_argument("--warm-start", action=RemovedOption, instead=instead)
     instead = "each size runs at its cheapest limit, which its first run finds"
     parser.add_argument("--power-limit", action=RemovedOption, instead=instead)
-    instead = "python -m benchmarks.policies report --only made-in-flight-4 simulates four recurrences at a time"
+    instead = "python -m benchmarks.policies --only made-in-flight-4 simulates four recurrences at a time"
     parser.add_argument("--concurrency", action=RemovedOption, instead=instead)
     instead = "multiply the column KWH by the price"
     parser.add_argument("--price", action=RemovedOption, instead=instead)

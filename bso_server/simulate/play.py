@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bso_server.core.job import InMemoryJob
 from bso_server.core.model import History, Report, TrialRecord, cost_of
@@ -42,10 +41,6 @@ class Conditions:
     def slowness(self, trial_number: int, draws: np.random.Generator) -> float:  # noqa: ARG002 - no chance here
         """Return a factor on the time and energy of the trial with this number, counted from 1."""
         return 1.0
-
-    def epoch_factors(self, epochs: int, draws: np.random.Generator) -> NDArray[np.float64] | None:  # noqa: ARG002 - see above
-        """Return factors on the time and energy of a trial's epochs, shape (epochs,); None if all are 1."""
-        return None
 
     def crashes(self, draws: np.random.Generator) -> bool:  # noqa: ARG002 - no chance here
         """Return True if a trial crashes half way; if the policy stops the trial before that, it does not crash."""
@@ -118,7 +113,6 @@ class _Run:
     attempts: int
     waited_share: float
     slowness: float
-    epoch_factors: NDArray[np.float64] | None
     crash_epoch: int | None
     epochs: int = 0
 
@@ -130,11 +124,9 @@ class _Run:
     def report_at(self, epochs: int) -> Report:
         """Return the report after this number of epochs."""
         first = self.profile.profiling if self.profiles_limits and self.profile.profiling else self.profile.epoch
-        factors = self.epoch_factors
-        start, later = (1.0, epochs - 1) if factors is None else (float(factors[0]), float(factors[1:epochs].sum()))
         return Report(
-            time_s=(start * first.time_s + later * self.profile.epoch.time_s) * self.slowness,
-            energy_j=(start * first.energy_j + later * self.profile.epoch.energy_j) * self.slowness,
+            time_s=(first.time_s + (epochs - 1) * self.profile.epoch.time_s) * self.slowness,
+            energy_j=(first.energy_j + (epochs - 1) * self.profile.epoch.energy_j) * self.slowness,
             epoch=float(epochs),
             metric=_TARGET if epochs >= self.epochs_to_target else 0.0,
         )
@@ -215,7 +207,6 @@ class Simulation:
             attempts=attempts + 1,
             waited_share=waited,
             slowness=self._conditions.slowness(trial.trial_number, self._draws) / (1 - waited),
-            epoch_factors=self._conditions.epoch_factors(self._job.max_epochs, self._draws),
             crash_epoch=half_way(needed, self._job.max_epochs) if self._conditions.crashes(self._draws) else None,
         )
         self._profiled.add(trial.batch_size)
@@ -272,10 +263,9 @@ class Simulation:
     def _next_epoch(self, run: _Run) -> int:
         """Return the next epoch at which a report may end the run.
 
-        Without concurrency, the stop rule stays the same during a run, so reports without effect are skipped. With
-        varying epochs, every report matters.
+        Without concurrency, the stop rule stays the same during a run, so reports without effect are skipped.
         """
-        if self._concurrency > 1 or run.epoch_factors is not None or needs_bound(self._job, run.trial):
+        if self._concurrency > 1 or needs_bound(self._job, run.trial):
             return run.epochs + 1
         rule = self._playing.stop_rule(run.trial.trial_number)
         epochs = min(run.epochs_to_target, float(rule.max_epochs))

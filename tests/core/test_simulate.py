@@ -252,8 +252,8 @@ def test_unusable_arguments_are_reported(
         (["--first-run", "predicted"], "the first run takes the default size"),
         (["--price", "0.25"], "multiply the column KWH by the price"),
         (["--power-limit", "max"], "each size runs at its cheapest limit"),
-        (["--concurrency", "4"], "python -m benchmarks.policies report --only made-in-flight-4"),
-        (["--warm-start", "absent.csv"], "python -m benchmarks.policies report --policies warm"),
+        (["--concurrency", "4"], "python -m benchmarks.policies --only made-in-flight-4"),
+        (["--warm-start", "absent.csv"], "python -m benchmarks.policies --policies warm"),
     ],
 )
 def test_removed_option_names_what_to_do_instead(

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.policies.__main__ import main
 from benchmarks.policies.cases import Case, case_of, mlperf_workloads
-from benchmarks.policies.contest import OPTUNA, Paid, Task, paid, simulate
+from benchmarks.policies.contest import Paid, Task, paid, simulate
 from benchmarks.reports import entry, read_policy_results
 from benchmarks.tables import policy_tables
 from bso_server.simulate.results import Setting
@@ -69,16 +69,6 @@ FOUR = {1: 9.0, 2: 7.0, 4: 3.0, 8: 5.0}
 )
 def test_rivals_play_the_documented_sizes(name: str, expected: list[float]) -> None:
     assert costs(fixed(FOUR, default=2, recurrences=14), name) == expected
-
-
-@pytest.mark.slow
-def test_optuna_plays_twenty_trials_and_then_the_best() -> None:
-    pytest.importorskip("optuna")
-    played = costs(fixed(FOUR, default=2, recurrences=40), OPTUNA)
-    assert played[0] == 7
-    assert set(played[:20]) <= {9, 7, 3, 5}
-    assert len(set(played[:20])) > 1
-    assert played[20:] == [min(played[:20])] * 20
 
 
 def test_missed_run_is_charged_and_followed_by_the_default() -> None:
@@ -148,7 +138,7 @@ after
 
 
 def report(folder: Path, *options: str) -> int:
-    return main(["report", "--results", str(folder / "results.json"), *options])
+    return main(["--results", str(folder / "results.json"), *options])
 
 
 def test_report_writes_results_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

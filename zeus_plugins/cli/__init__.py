@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _demo(options: argparse.Namespace) -> None:
     if options.policy:
-        raise ZeusBSOError("--policy was removed: `python -m benchmarks.policies report` compares policies")
+        raise ZeusBSOError("--policy was removed: `python -m benchmarks.policies` compares policies")
     try:
         from zeus_plugins.demo.runner import run_demo
     except ModuleNotFoundError as error:
