@@ -227,10 +227,12 @@ class Expectations:
         costs: Expected cost by batch size, ascending, without sizes that cannot run or are unknown.
         best: Size with the lowest expected cost among the sizes known to reach the target, or None. The policy runs it
             unless a trial of another size is worth more.
+        since: Number of the first trial after the latest change of the job's costs or epochs; 0 without a change.
     """
 
     costs: Mapping[int, ExpectedCost]
     best: int | None
+    since: int = 0
 
 
 def cost_of(job: CreatedJob, totals: Report | TrialRecord) -> float:

@@ -125,7 +125,7 @@ class Pages:
             cost_unit=reading.cost_unit(job, view.arms),
             best_metric=_best_metric(transaction, job, tallies),
             points=_points(job, totals),
-            means=_means_of(totals),
+            means=_means_of(each for each in totals if each.trial_number >= view.since),
             energy_sources=_sources_of(totals),
             tariff=self._tariff,
         )
@@ -261,7 +261,7 @@ def _points(job: CreatedJob, totals: Sequence[TrialTotals]) -> tuple[TrialPoint,
     )
 
 
-def _means_of(totals: Sequence[TrialTotals]) -> tuple[SizeMeans, ...]:
+def _means_of(totals: Iterable[TrialTotals]) -> tuple[SizeMeans, ...]:
     """Return the mean time and energy of the runs that count for the expected cost of an epoch at each size."""
     reached: dict[int, list[TrialTotals]] = {}
     for trial in totals:
@@ -277,5 +277,6 @@ def _means_of(totals: Sequence[TrialTotals]) -> tuple[SizeMeans, ...]:
 
 def _present_cost_unit(transaction: Transaction, stored: StoredJob) -> CostUnit | None:
     tallies, history = queries.tallies(transaction, stored.job_id), load_history(transaction, stored)
-    costs, _ = reading.expected_costs(transaction, stored, history, tallies)
-    return reading.cost_unit(stored.registration, reading.arm_views(history, costs))
+    found, _ = reading.expected_costs(transaction, stored, history, tallies)
+    means = reading.completed(transaction, history, found.since)
+    return reading.cost_unit(stored.registration, reading.arm_views(history, found.costs, means))

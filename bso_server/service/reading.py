@@ -9,16 +9,19 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from operator import itemgetter
 from typing import Concatenate, ParamSpec, TypeVar
 
 from bso_server.core import policy, quality
 from bso_server.core.model import (
+    Expectations,
     ExpectedCost,
     History,
+    Statistics,
     Suggestion,
     TrialRecord,
     advice_in_words,
@@ -250,7 +253,7 @@ def job_view(
     now: datetime,
 ) -> JobView:
     """Return a job with its arms, the number of its trials in each state, its savings, and these `trials`."""
-    (costs, savings), states = expected_costs(transaction, stored, history, tallies), trial_states(tallies)
+    (found, savings), states = expected_costs(transaction, stored, history, tallies), trial_states(tallies)
     for trial in queries.alive_trials(transaction, stored.job_id):
         states.subtract([trial.state])
         states.update([as_seen(trial, now).state])
@@ -259,10 +262,11 @@ def job_view(
         stage=history.stage,
         min_cost_j=None if history.cheapest is None else history.cheapest.cost_j,
         best_batch_size=savings.batch_size,
-        arms=arm_views(history, costs),
+        arms=arm_views(history, found.costs, completed(transaction, history, found.since)),
         trial_count=stored.trial_count,
         trial_states={state: states[state] for state in TrialState if states[state]},
         trials=tuple(trial_view(stored.registration, as_seen(each, now)) for each in trials),
+        since=found.since,
         savings=savings,
         owner=stored.owner,
         shared=stored.shared,
@@ -273,13 +277,13 @@ def job_view(
 
 def expected_costs(
     transaction: Transaction, stored: StoredJob, history: History, tallies: Sequence[Tally]
-) -> tuple[dict[int, ExpectedCost], SavingsView]:
+) -> tuple[Expectations, SavingsView]:
     """Return the expected cost of a run now at each size, the default's by `default_cost`, and the savings."""
     found, default = policy.expectations(history), history.job.default_batch_size
     savings, costs = savings_of(transaction, stored, tallies, found.best), dict(found.costs)
     if savings.cost_j.now is not None and found.best in costs and default in costs:
         costs[default] = default_cost(costs[found.best].mean_j, savings.cost_j.now)
-    return costs, savings
+    return replace(found, costs=costs), savings
 
 
 def cost_unit(job: CreatedJob, arms: Sequence[ArmView]) -> CostUnit | None:
@@ -322,16 +326,29 @@ def trial_states(tallies: Iterable[Tally]) -> Counter[TrialState]:
     return states
 
 
-def arm_views(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmView, ...]:
-    """Return the results and expected costs of the job's sizes, ascending."""
+def completed(transaction: Transaction, history: History, since: int) -> Mapping[int, Statistics]:
+    """Return the costs of the runs that reached the target, by size, without trials before number `since`."""
+    if not since:
+        return {size: arm.completed for size, arm in history.arms.items()}
+    costs_j: dict[int, list[float]] = defaultdict(list)
+    for run in queries.completed_runs(transaction, history.job.job_id, since=0):
+        if run.trial_number >= since:
+            costs_j[run.batch_size].append(history.job.cost_j(time_s=run.time_s, energy_j=run.energy_j))
+    return {size: Statistics.of(costs_j[size]) for size in history.arms}
+
+
+def arm_views(
+    history: History, expected: Mapping[int, ExpectedCost], means: Mapping[int, Statistics]
+) -> tuple[ArmView, ...]:
+    """Return the results and expected costs of the job's sizes, ascending; `means` are by `completed`."""
     left_out = quality.left_out(history.job, history.arms)
     return tuple(
         ArmView(
             batch_size=size,
             trials=arm.trials,
             n=arm.completed.count,
-            mean_cost_j=arm.completed.mean if arm.completed.count else None,
-            std_cost_j=arm.completed.variance**0.5 if arm.completed.count > 1 else None,
+            mean_cost_j=means[size].mean if means[size].count else None,
+            std_cost_j=means[size].variance ** 0.5 if means[size].count > 1 else None,
             infeasible=history.excluded.get(size),
             expected_cost_j=expected[size].mean_j if size in expected else None,
             expected_low_j=low_j,

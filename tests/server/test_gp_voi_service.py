@@ -6,6 +6,8 @@ import pytest
 from sqlalchemy import select
 
 from bso_server.cli.jobs import job_text
+from bso_server.service.pages import Pages
+from bso_server.service.views import Tariff
 from bso_server.storage.store import Store
 from bso_server.storage.tables import policy_memories
 from bso_server.storage.transaction import Transaction
@@ -124,3 +126,24 @@ async def test_stored_memory_does_not_grow(bso: JobService) -> None:
     assert 300 < lengths[10] < 2000
     assert max(lengths) < 3000
     assert lengths[-1] < 1.1 * lengths[-10]
+
+
+async def test_means_forget_the_same_runs_as_the_beliefs_after_a_change_of_costs(bso: JobService) -> None:
+    """From run 13 on, every epoch costs 2.5 times as much."""
+    pages = Pages(Tariff(), lambda: bso.now)
+    numbers = []
+    for run in range(20):
+        epochs = {8: 4, 16: 5, 32: 8}
+        trial = await bso.suggest()
+        numbers.append(trial.trial_number)
+        await ran(bso, trial, epochs[trial.batch_size], 100.0 if run < 12 else 250.0)
+    view = await bso.show()
+    _, page = await bso.store.read(pages.job, bso.job_id)
+    best = view.arm_of(view.best_batch_size)
+    assert page is not None
+    assert best is not None
+    assert view.since == numbers[12]
+    assert best.mean_cost_j == pytest.approx(250 * epochs[best.batch_size])
+    assert best.expected_cost_j == pytest.approx(best.mean_cost_j, rel=0.05)
+    (mean,) = (each for each in page.means if each.batch_size == best.batch_size)
+    assert mean.energy_j == pytest.approx(best.mean_cost_j)

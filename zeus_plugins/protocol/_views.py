@@ -185,7 +185,7 @@ class ArmView(WireMessage):
         trials: Number of trials dispatched.
         n: Number of trials that reached the target.
         infeasible: Why the size cannot run on this hardware, or None.
-        mean_cost_j: Mean cost of the trials that reached the target, joules, or None.
+        mean_cost_j: Mean cost of the trials that reached the target since `JobView.since`, joules, or None.
         std_cost_j: Population standard deviation of those costs, joules; None for fewer than two.
         expected_cost_j: The cost in joules that the policy expects of a run until the target, from this size and its
             neighbours; None if it expects nothing yet.
@@ -216,7 +216,7 @@ class ArmView(WireMessage):
         low_j, high_j = self.expected_low_j, self.expected_high_j
         if low_j is None or high_j is None or mean_j is None or low_j <= mean_j <= high_j:
             return words
-        runs = "its run" if self.n == 1 else f"the mean of its {self.n} runs"
+        runs = "its run" if self.n == 1 else "the mean of its runs"
         return f"{words} ({runs}, {joules_in_words(mean_j)}, ignores that later runs and other sizes' runs count, too)"
 
 
@@ -442,6 +442,7 @@ class JobView(WireMessage):
         trial_count: Number of trials dispatched.
         trial_states: Number of trials in each state, without states that no trial has.
         trials: The latest trials, up to the limit of the request, in order of dispatch.
+        since: Number of the first trial since the costs or epochs of the job last changed; 0 without a change.
         savings: The job's saving, as far as known.
         owner: As in `JobSummary`.
         shared: As in `JobSummary`.
@@ -458,6 +459,7 @@ class JobView(WireMessage):
     trial_count: int
     trial_states: dict[TrialState, int] = Field(default_factory=dict)
     trials: tuple[TrialView, ...]
+    since: int = 0
     savings: SavingsView
     owner: str | None = None
     shared: bool = False

@@ -88,6 +88,7 @@ class Belief(NamedTuple):
         surprises: Sums of the deviations of runs that reached the target from their expectations.
         streak: Current streak of failures.
         taken_over: The part of `observed` that another job has learned (warm start); its weight fades, too.
+        since: Number of the first trial after the latest change of the job that trials of this size have shown, or 0.
     """
 
     observed: WeightedStatistics = WeightedStatistics()
@@ -104,6 +105,7 @@ class Belief(NamedTuple):
     surprises: Surprises = Surprises()
     streak: Streak = Streak()
     taken_over: WeightedStatistics = WeightedStatistics()
+    since: int = 0
 
     @property
     def own(self) -> WeightedStatistics:
@@ -324,7 +326,7 @@ def after_successes(sizes: Sizes, beliefs: Beliefs, outcomes: Sequence[Outcome])
         outcome, index = outcomes[number], outcomes[number].index
         sums[index] = sums.get(index, before[0][index].surprises).including(deviation)
         if sums[index].most > CONSTANTS.cusum_bound:
-            return _after_success(_after_drift(_with_cost(before[number], outcome)), outcome), number + 1
+            return _after_success(_after_drift(_with_cost(before[number], outcome), index), outcome), number + 1
     for index, surprises in sums.items():
         beliefs = _changed(beliefs, index, surprises=surprises)
     return beliefs, len(before)
@@ -376,7 +378,8 @@ def _with_cost(beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     # Costs from before the change become guesses: `cost_posterior` weighs whether all sizes have changed alike.
     costs = beliefs[index].costs
     first, _ = comparable(costs, costs[-1])[-2:]
-    return tuple(each.drifting(change, first.number) for each in beliefs)
+    drifted = tuple(each.drifting(change, first.number) for each in beliefs)
+    return _changed(drifted, index, since=first.number)
 
 
 def _after_success(beliefs: Beliefs, outcome: Outcome) -> Beliefs:
@@ -409,7 +412,7 @@ def _after_failure(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float
         return _after_stop(sizes, beliefs, index, log_epochs)
     if streak.length < CONSTANTS.least_streak or chance**streak.length >= CONSTANTS.streak_chance:
         return beliefs
-    return _after_stop(sizes, _changed(_after_drift(beliefs), index, converged=False), index, log_epochs)
+    return _after_stop(sizes, _changed(_after_drift(beliefs, index), index, converged=False), index, log_epochs)
 
 
 def _after_stop(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -> Beliefs:
@@ -444,14 +447,15 @@ def _without_other_job(beliefs: Beliefs) -> Beliefs:
     )
 
 
-def _after_drift(beliefs: Beliefs) -> Beliefs:
-    """Forget most observations, because the job has changed."""
+def _after_drift(beliefs: Beliefs, index: int) -> Beliefs:
+    """Forget most observations, because the latest trial of the size with this index has shown a change of the job."""
     forgotten: list[Belief] = []
     for belief in beliefs:
         weight = belief.observed.weight
         kept = belief.forgetting(min(1.0, CONSTANTS.kept_weight / weight) if weight else 1.0)
         forgotten.append(kept._replace(costs=belief.costs[-1:], survived=0.0, surprises=Surprises(), streak=Streak()))
-    return tuple(forgotten)
+    since = max((run.number for run in beliefs[index].costs), default=0)
+    return _changed(tuple(forgotten), index, since=since)
 
 
 def beliefs_with(beliefs: Beliefs, belief: Belief, index: int) -> Beliefs:
@@ -462,6 +466,11 @@ def beliefs_with(beliefs: Beliefs, belief: Belief, index: int) -> Beliefs:
 def _changed(beliefs: Beliefs, index: int, **fields: Any) -> Beliefs:
     """Replace fields of the belief about the size with this index."""
     return beliefs_with(beliefs, beliefs[index]._replace(**fields), index)
+
+
+def since_of(beliefs: Sequence[Belief]) -> int:
+    """Return the number of the first trial after the latest change of the job, or 0."""
+    return max(belief.since for belief in beliefs)
 
 
 def trials_missed(beliefs: Sequence[Belief]) -> int:

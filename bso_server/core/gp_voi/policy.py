@@ -23,6 +23,7 @@ from bso_server.core.gp_voi.beliefs import (
     beliefs_with,
     has_crashed,
     learned,
+    since_of,
     trials_missed,
 )
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
@@ -146,7 +147,8 @@ def expectations(history: History) -> Expectations:
         sizes[index]: ExpectedCost(forecast.expected_cost_j(index), forecast.band_j(index))
         for index in forecast.available
     }
-    return Expectations(costs, sizes[forecast.incumbent] if forecast.incumbent_converges else None)
+    best = sizes[forecast.incumbent] if forecast.incumbent_converges else None
+    return Expectations(costs, best, since_of(beliefs))
 
 
 def _may_explore(beliefs: Beliefs) -> bool:
@@ -378,7 +380,7 @@ def check(job: CreatedJob) -> None:
 
 
 POLICY = Policy(
-    version="10",
+    version="11",
     suggest=suggest,
     explain=explain,
     expectations=expectations,
