@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.contract_double import KEEP_TRAINING, ContractDouble
-from tests.support.sessions import GPUS, monitor_of, running_session, session_of, through_a_checkpoint
+from tests.support.sessions import GPUS, JOB, monitor_of, running_session, session_of, through_a_checkpoint
+from zeus_plugins.client.local import LocalServer
+from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.protocol import PowerLimitChoice, PowerLimitSample, PowerProfile
+from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.startup import FirstSteps
 from zeus_plugins.training.trial import TrialInfo
 
@@ -136,3 +140,32 @@ def test_epoch_in_which_power_limits_were_tried_has_no_start_up(
     session.report_evaluation(0.5)
     assert server.sent("POST", "/report")[0]["startup_s"] == startup_s
     session.end()
+
+
+def test_start_up_of_many_epochs_stops_no_run_and_is_in_no_expected_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run at 32 takes 10 epochs of 10 s. A run at 64 takes 6 such epochs, after a start-up of 300 s."""
+    clock, steps = Clock(), optimizer()
+    monkeypatch.setattr("zeus_plugins.training.session.FirstSteps", lambda: FirstSteps(clock))
+    with LocalServer(f"embedded://{tmp_path / 'bso.sqlite3'}") as server:
+        for size, epochs, startup_s in ((32, 10, 0.0), (64, 6, 300.0)):
+            session = TrialSession(JOB, server, EstimateMonitor(100.0, device_model="A40", clock=clock))
+            assert session.ask() == size
+            session.begin_measurement()
+            clock.now_s += startup_s
+            for epoch in range(1, epochs + 1):
+                for _ in range(10):
+                    clock.now_s += 1.0
+                    steps.step()
+                session.report_evaluation(JOB.target_metric or 0.0 if epoch == epochs else 0.0)
+            session.end()
+            assert (session.trial.converged, session.trial.epoch) == (True, epochs)
+        view = server.show_job(session.trial.job_id)
+    assert [(each.startup_s, each.startup_j, each.cost_j) for each in view.trials] == [
+        (0.0, 0.0, 10_000.0),
+        (300.0, pytest.approx(30_000.0), 36_000.0),
+    ]
+    # Without the start-up, a run at 64 costs 60 s at 100 W.
+    assert [each.expected_cost_j for each in view.arms] == pytest.approx([10_000.0, 6_000.0], rel=0.2)
+    assert view.best_batch_size == 64
