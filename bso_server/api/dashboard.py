@@ -80,14 +80,15 @@ async def home() -> Response[bytes]:
 
 @readable("/jobs/{name:str}", opt=PAGE)
 async def job(request: AnyRequest, name: _NAME, source: Source, at: _At = None) -> Response[bytes]:
-    """Show a job as it is now, or as it was when trial `at` was chosen.
+    """Show a job; with `at`, as in addresses of earlier versions, redirect to the page of this trial.
 
     The answer is JSON if `name` ends with ``.json`` without a slash after it; a slash makes the suffix part of the id.
     """
     tag = _Tag(request, is_twin=name.endswith(_JSON) and not _has_slash(request))
     job_id = name.removesuffix(_JSON) if tag.is_twin else name
     if at is not None:
-        return await tag.shown(source, source.pages.moment, job_id, at)
+        location = f"{_reader_of(request).root}jobs/{job_id}/trials/{at}{_JSON if tag.is_twin else ''}"
+        return Response(b"", status_code=HTTPStatus.SEE_OTHER, headers={**_HEADERS, "Location": location})
     return await tag.shown(source, source.pages.job, job_id)
 
 

@@ -33,7 +33,6 @@ from bso_server.service.views import (
     JobLine,
     JobPage,
     JobsPage,
-    MomentPage,
     SizeMeans,
     Tariff,
     TrialPage,
@@ -53,7 +52,7 @@ _SPARKS = 30
 _COMPARED_EVENTS = 80
 _CACHED_LINES = 2000
 
-View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, FleetPage)
+View = TypeVar("View", JobsPage, JobPage, TrialPage, FleetPage)
 Found = tuple[str, View | None]
 """The version of a view, and the view unless its reader knows this version."""
 
@@ -133,7 +132,7 @@ class Pages:
     def trial(
         self, transaction: Transaction, job_id: str, trial_number: int, *, known: str | None = None
     ) -> Found[TrialPage]:
-        """Return one trial with its reports."""
+        """Return one trial with its reports, and the job as it was when the trial's batch size was chosen."""
         stored, trial = known_trial(transaction, job_id, trial_number)
         trial = reading.as_seen(trial, self._clock())
         is_alive = trial.state in ALIVE
@@ -143,6 +142,8 @@ class Pages:
             return version, None
         profiles = queries.power_profiles_of(transaction, job_id, trial_number, trial_number)
         rule = stop_rule(terms_of(transaction, stored, trial).registration, trial, cheapest_j)
+        found = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB, before=trial_number)
+        totals = [_as_of(each, trial.started_event) for each in found]
         return version, TrialPage(
             job=stored.registration,
             cost_unit=_present_cost_unit(transaction, stored),
@@ -157,28 +158,9 @@ class Pages:
             power_profile=reading.power_profile_view(profiles[0]) if profiles else None,
             last_trial_number=stored.trial_count,
             explanation=reading.explanation_of(transaction, stored, trial),
-            tariff=self._tariff,
-        )
-
-    def moment(
-        self, transaction: Transaction, job_id: str, trial_number: int, *, known: str | None = None
-    ) -> Found[MomentPage]:
-        """Return the job as it was when the batch size of a trial was chosen."""
-        stored, trial = known_trial(transaction, job_id, trial_number)
-        trial = reading.as_seen(trial, self._clock())
-        version = digest([stored.registration, stored.event_count, trial])
-        if version == known:
-            return version, None
-        found = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB, before=trial_number)
-        totals = [_as_of(each, trial.started_event) for each in found]
-        return version, MomentPage(
-            job=stored.registration,
-            cost_unit=_present_cost_unit(transaction, stored),
-            trial=reading.trial_view(stored.registration, trial),
-            explanation=reading.explanation_of(transaction, stored, trial),
             points=_points(stored.registration, totals),
             energy_sources=_sources_of(totals),
-            last_trial_number=stored.trial_count,
+            tariff=self._tariff,
         )
 
 

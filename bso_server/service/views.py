@@ -190,10 +190,10 @@ class JobPage(WireMessage):
 
 
 class TrialPage(WireMessage):
-    """The page ``/ui/jobs/J/trials/N`` and its JSON."""
+    """The page ``/ui/jobs/J/trials/N`` and its JSON: a trial, and the job as it was when its batch size was chosen."""
 
     job: CreatedJob
-    cost_unit: CostUnit | None  # None before a run has reached the target
+    cost_unit: CostUnit | None  # of the present, so that a cost is the same on all pages
     trial: TrialView
     reported_at: datetime | None  # arrival of the last report
     lease_expires_at: datetime | None  # when the server abandons the silent trial; None after its end
@@ -205,19 +205,9 @@ class TrialPage(WireMessage):
     power_profile: PowerProfileView | None  # measured by this trial
     last_trial_number: int  # of the job
     explanation: Explanation  # with the beliefs at the trial's begin
-    tariff: Tariff
-
-
-class MomentPage(WireMessage):
-    """The page ``/ui/jobs/J?at=N`` and its JSON: the job as it was when the batch size of trial N was chosen."""
-
-    job: CreatedJob
-    cost_unit: CostUnit | None  # of the present, so that a cost is the same on all pages
-    trial: TrialView  # in its present state
-    explanation: Explanation  # with the beliefs at the trial's begin
     points: tuple[TrialPoint, ...]  # the latest trials before it, in their states at its start
     energy_sources: tuple[str, ...]  # of the trials that had ended before it
-    last_trial_number: int  # of the job
+    tariff: Tariff
 
 
 class FleetSum(WireMessage):

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from bso_server.core.savings import is_whole_run
 from bso_server.service.views import (
     JobPage,
-    MomentPage,
     PowerProfileView,
     TrialPage,
     TrialPoint,
@@ -78,13 +77,13 @@ def costs(page: JobPage, links: str) -> Plot | None:
     return _costs(page, job, links, levels, page.view.savings)
 
 
-def costs_until(page: MomentPage, links: str) -> Plot | None:
+def costs_before(page: TrialPage, links: str) -> Plot | None:
     """Chart the cost of each trial before the page's trial, like `costs`."""
     return None if page.cost_unit is None else _costs(page, page.job, links)
 
 
 def _costs(
-    page: JobPage | MomentPage,
+    page: JobPage | TrialPage,
     job: CreatedJob,
     links: str,
     levels: Sequence[tuple[float, str, str]] = (),
@@ -199,7 +198,7 @@ def beliefs(page: JobPage) -> BeliefTable | None:
     return _belief_table(believed, page, view.job)
 
 
-def beliefs_of(decision: Decision, page: MomentPage) -> BeliefTable | None:
+def beliefs_of(decision: Decision, page: TrialPage) -> BeliefTable | None:
     """Return the belief table as of a recorded decision."""
     believed = [(_notes(each.batch_size, decision.incumbent, page.job), each) for each in decision.sizes]
     return _belief_table(believed, page, page.job)
@@ -220,7 +219,7 @@ def _told(belief: SizeBelief, runs: int, show: units.PageUnits) -> str:
 
 
 def _belief_table(
-    believed: Sequence[tuple[list[str], SizeBelief]], page: JobPage | MomentPage, job: CreatedJob
+    believed: Sequence[tuple[list[str], SizeBelief]], page: JobPage | TrialPage, job: CreatedJob
 ) -> BeliefTable | None:
     show = units_of(page)
     sizes = [belief for _, belief in believed]
@@ -280,16 +279,6 @@ def metric(page: TrialPage) -> Plot:
     if target is not None:
         plot.level(target, f"target {units.exact(target)}", "target", above=y.at(target) < 0.85)
     return plot
-
-
-def belief_of(page: TrialPage) -> SizeBelief | None:
-    """Return the belief about the trial's size when it was chosen; None if the decision stored no expected cost."""
-    decision = page.explanation.decision
-    known = [] if decision is None else decision.sizes
-    found = next((each for each in known if each.batch_size == page.trial.batch_size), None)
-    if found is None or found.expected_cost_j is None or found.low_j is None or found.high_j is None:
-        return None
-    return found
 
 
 def _epoch_scale(page: TrialPage) -> Scale:

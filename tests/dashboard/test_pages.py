@@ -31,9 +31,8 @@ UI = ROOT / "bso_server" / "ui"
 ADDRESSES = [
     "",
     *(f"jobs/{name}" for name in (JOB, "bert-sst2", "llama-sft", dashboards.LONG_NAME[:200])),
-    *(f"jobs/{JOB}/trials/{number}" for number in (1, 2, 10, 15)),
-    *(f"jobs/{name}?at={number}" for name, number in ((JOB, 1), (JOB, 2), (JOB, 14), ("bert-sst2", 9))),
-    *(f"jobs/{name}/trials/1" for name in ("bert-sst2", "llama-sft")),
+    *(f"jobs/{JOB}/trials/{number}" for number in (1, 2, 10, 14, 15)),
+    *(f"jobs/{name}/trials/{number}" for name, number in (("bert-sst2", 1), ("bert-sst2", 9), ("llama-sft", 1))),
 ]
 
 
@@ -279,14 +278,22 @@ async def test_settings_are_in_words_and_without_terms_that_the_policy_ignores(h
     assert "prior" not in texts[JOB]
 
 
+@pytest.mark.parametrize(("page", "to"), [("", ""), ("/", ""), (".json", ".json")])
+async def test_address_of_a_past_decision_leads_to_its_run(http: httpx.AsyncClient, page: str, to: str) -> None:
+    answer = await http.get(f"/ui/jobs/{JOB}{page}", params={"at": 3})
+    assert answer.status_code == 303
+    assert (
+        urljoin(f"http://h/ui/jobs/{JOB}{page}", answer.headers["location"]) == f"http://h/ui/jobs/{JOB}/trials/3{to}"
+    )
+
+
 async def test_costs_are_shares_of_a_run_at_the_default(http: httpx.AsyncClient) -> None:
     twin = (await http.get(f"/ui/jobs/{SETTLED}.json")).json()
     page = Page((await http.get(f"/ui/jobs/{SETTLED}")).text)
     arms = {arm["batch_size"]: arm["expected_cost_j"] for arm in twin["view"]["arms"]}
     default_j = arms[64]
     assert twin["cost_unit"] == {"batch_size": 64, "cost_j": default_j}
-    for address in (f"{SETTLED}.json?at=5", f"{SETTLED}/trials/5.json"):
-        assert (await http.get(f"/ui/jobs/{address}")).json()["cost_unit"] == twin["cost_unit"]
+    assert (await http.get(f"/ui/jobs/{SETTLED}/trials/5.json")).json()["cost_unit"] == twin["cost_unit"]
     # The best size has one cost: beside the other sizes, and in the verdict.
     now = twin["view"]["savings"]["cost_j"]["now"]
     assert arms[256] / default_j == pytest.approx(1 - now["middle"])
@@ -321,7 +328,7 @@ class TestWords:
                 f"jobs/{JOB}",
                 "Run 15 got 128. A trial: no run has shown yet that 128 costs more than 256, the best so far",
             ),
-            (f"jobs/{JOB}/trials/3", "A run to the target was expected to cost "),
+            (f"jobs/{JOB}/trials/3", "Expected cost of each batch size, before run 3"),
             (f"jobs/{JOB}/trials/1", "64 reached the target, 0.9, after"),
             (f"jobs/{JOB}/trials/10", "256 crashed"),
             (f"jobs/{JOB}/trials/15", "A step takes least energy"),
@@ -375,7 +382,7 @@ def test_revisions_stand_between_runs_of_job(any_server: ServerProcess) -> None:
         assert text.count('<span class="sub">other GPUs</span>') == 2
         twin = http.get(f"{path}.json").json()
         assert [each["trials"] for each in twin["view"]["revisions"]] == [2, 2]
-        for address in ("", "/trials/2", "?at=3"):
+        for address in ("", "/trials/2", "/trials/3"):
             page = Page(http.get(f"{path}{address}").raise_for_status().text)
             assert "Traceback" not in page.text
 
@@ -390,7 +397,7 @@ def test_every_kind_of_database_shows_pages(any_server: ServerProcess) -> None:
         discarded = f"/api/jobs/{job_id}/trials/2/discard"
 
         def figures() -> list[dict[str, Any]]:
-            addresses = ("", "?at=3", "/trials/1")
+            addresses = ("", "/trials/3", "/trials/1")
             for address in addresses:
                 Page(http.get(f"/ui/jobs/{job_id}{address}").raise_for_status().text)
             # An underscore is no wildcard, and upper and lower case differ where the database distinguishes them.

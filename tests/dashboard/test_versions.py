@@ -1,4 +1,4 @@
-"""The dashboard's versions of pages: conditional requests, and pages of moments that have passed."""
+"""The dashboard's versions of pages: conditional requests, and decisions that have passed."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_each_moment_agrees_with_replay_of_earlier_trials(
     for number, trial in enumerate(trials):
         chosen = policy.suggest(replay(registration, trials[:number], survivors), rng)
         survivors = chosen.survivors
-        moment = (await http.get(f"/ui/jobs/{job_id}.json", params={"at": number + 1})).json()
+        moment = (await http.get(f"/ui/jobs/{job_id}/trials/{number + 1}.json")).json()
         assert (moment["trial"]["batch_size"], moment["trial"]["reason"]) == (chosen.batch_size, chosen.reason)
         assert moment["explanation"]["sentence"].startswith(chosen.reason)
         assert [point["trial_number"] for point in moment["points"]] == [*range(1, trial.trial_number)]
@@ -119,5 +119,5 @@ async def test_past_moment_shows_nothing_of_concurrent_result(new_http: httpx.As
     trial = {"job_id": "job-1", "batch_size": 16, "trial_number": 1}
     result = {"time": 10, "energy": 500, "metric": 0.95, "current_epoch": 2, "energy_source": None}
     (await new_http.post("/report", json=trial | result)).raise_for_status()
-    (point,) = (await new_http.get("/ui/jobs/job-1.json", params={"at": 2})).json()["points"]
+    (point,) = (await new_http.get("/ui/jobs/job-1/trials/2.json")).json()["points"]
     assert (point["state"], point["cost_j"]) == ("running", None)

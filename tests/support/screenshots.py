@@ -16,7 +16,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 # Name of each picture, address of the page (J: the job), theme, and visible part.
 PICTURES = (
     ("dashboard-job", "jobs/J", "light", 1180),
-    ("dashboard-decision", "jobs/J?at=3", "dark", 860),
+    ("dashboard-decision", "jobs/J/trials/3", "dark", 860),
 )
 WIDTH = 1280
 
