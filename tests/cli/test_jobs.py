@@ -20,7 +20,7 @@ from bso_server.cli.common import SERVER_URL_VARIABLE, TOKEN_VARIABLE
 from tests.support import service
 from tests.support.exports import Lines, decoded, encoded, renamed
 from tests.support.jobs import job
-from tests.support.servers import ServerProcess, bso_server, free_port
+from tests.support.servers import ServerProcess, bso_server, free_port, serving
 from tests.support.tokens import make_token
 from tests.support.wire import begin, reached, report
 
@@ -31,22 +31,19 @@ Output = tuple[int, str, str]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server without tokens, for tests that leave jobs without affecting each other."""
-    directory = tmp_path_factory.mktemp("open")
-    server = ServerProcess(f"sqlite:///{directory / 'bso.sqlite3'}", directory / "server.log")
-    server.start()
-    yield server
-    server.kill()
+    folder = tmp_path_factory.mktemp("open")
+    with serving(f"sqlite:///{folder / 'bso.sqlite3'}", folder) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, dict[str, str]]]:
     """A server with tokens, and a token of each of two scopes."""
-    directory = tmp_path_factory.mktemp("guarded")
-    server = ServerProcess(f"sqlite:///{directory / 'bso.sqlite3'}", directory / "server.log")
-    tokens = {scope: make_token(server.database_url, scope) for scope in ("admin", "read")}
-    server.start()
-    yield server, tokens
-    server.kill()
+    folder = tmp_path_factory.mktemp("guarded")
+    url = f"sqlite:///{folder / 'bso.sqlite3'}"
+    tokens = {scope: make_token(url, scope) for scope in ("admin", "read")}
+    with serving(url, folder) as server:
+        yield server, tokens
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,7 @@ from markdown_it import MarkdownIt
 
 from tests.support import dashboards
 from tests.support.dashboard_pages import Page
-from tests.support.servers import ServerProcess, bso_server
-from tests.support.tokens import bearer, make_token
+from tests.support.servers import ServerProcess, bso_server, serving
 from zeus_plugins.protocol import CONTROLS
 
 FORMULA = "=cmd|x *b* <b>"
@@ -37,15 +36,13 @@ async def fill(life: dashboards.Life) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with jobs that save, that are not shown to save, and that are stuck; it has a price."""
     folder = tmp_path_factory.mktemp("report")
-    server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
-    dashboards.filled(server.database_url, fill)
-    prices = {"ZEUS_BSO_PRICE_PER_KWH": "0.25", "ZEUS_BSO_CURRENCY": "EUR", "ZEUS_BSO_CARBON_G_PER_KWH": "380"}
+    url = f"sqlite:///{folder / 'bso.sqlite3'}"
+    dashboards.filled(url, fill)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in prices.items():
-            patch.setenv(name, value)
-        server.start()
-        yield server
-    server.kill()
+        for name, price in {"PRICE_PER_KWH": "0.25", "CURRENCY": "EUR", "CARBON_G_PER_KWH": "380"}.items():
+            patch.setenv(f"ZEUS_BSO_{name}", price)
+        with serving(url, folder) as server:
+            yield server
 
 
 @pytest.fixture(params=["--database-url", "--server-url"])
@@ -166,17 +163,6 @@ def test_report_of_no_jobs_says_so(tmp_path: Path) -> None:
     dashboards.filled(url, dashboards.registering("bert-sst2"))
     text = reported("--since", "36h", "--database-url", url).replace("\N{NO-BREAK SPACE}", " ")
     assert text == "# Report\n\nIn the last 36 hours, no run has ended\n"
-
-
-def test_every_token_that_may_read_reads_the_report(tmp_path: Path) -> None:
-    server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
-    token = make_token(server.database_url, "read")
-    server.start()
-    try:
-        assert httpx.get(f"{server.url}/api/report").status_code == 401
-        assert httpx.get(f"{server.url}/api/report", headers=bearer(token)).json()["total"]["jobs"] == 0
-    finally:
-        server.kill()
 
 
 def test_jobs_are_tagged_and_shown_with_their_tags(source: list[str]) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support import dashboards
 from tests.support.jobs import job
 from tests.support.screenshots import browser_path
-from tests.support.servers import ServerProcess
+from tests.support.servers import ServerProcess, serving
 from tests.support.tokens import bearer, make_token
 from tests.support.wire import begin
 
@@ -79,15 +78,10 @@ class Tab:
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def full(dashboard_database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server of all kinds of jobs."""
-    folder = tmp_path_factory.mktemp("dashboard")
-    url = f"sqlite:///{folder / 'bso.sqlite3'}"
-    dashboards.filled(url, dashboards.everything)
-    server = ServerProcess(url, folder / "server.log")
-    server.start()
-    yield server
-    server.kill()
+    with serving(dashboard_database, tmp_path_factory.mktemp("dashboard")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from bso_server.storage.store import Store
 from tests.support.exports import export_over, import_beside, renamed
 from tests.support.jobs import job
 from tests.support.service import JobService, new_job
-from tests.support.wire import assert_refused, begin, reached
+from tests.support.wire import begin, reached
 from zeus_plugins.protocol import GP_VOI, ZEUS, CreatedJob
 
 pytestmark = pytest.mark.storage
@@ -188,7 +188,3 @@ class TestOverHttp:
         for fields in ({}, sent, {**sent, "policy": GP_VOI, "warm_start": "off"}):
             body = job(**{name: fields[name] for name in fields})
             assert http.post("/jobs", json=body).raise_for_status().json()["warm"] is None
-
-    def test_unknown_job_is_refused_with_the_field(self, http: httpx.Client) -> None:
-        answer = http.post("/jobs", json=job(policy=GP_VOI, warm_start="job-none"))
-        assert_refused(answer, 422, "warm_start", "which does not exist")

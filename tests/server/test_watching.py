@@ -8,7 +8,6 @@ import logging
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from bso_server.api.auth import MOST_SENDERS, PERIOD_S, RefusalLog
 from bso_server.errors import ForbiddenError, UnknownJobError
 from bso_server.metrics.requests import JsonFormatter, RequestWatch, TextFormatter
 from tests.support import ROOT
-from tests.support.databases import POSTGRESQL, empty_database
 from tests.support.jobs import job
 from tests.support.servers import serving
 from tests.support.tokens import RESULT, bearer
-from tests.support.watching import Values, value, values_in
 from tests.support.wire import begin, report
 
 TOKEN = f"zbso_0123abcd_{'s' * 43}"
@@ -98,53 +95,21 @@ def test_embedded_server_loads_no_metrics(tmp_path: Path) -> None:
     assert done.stdout.strip() == "['bso_server.service.commands']"
 
 
-def lines_of(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def wait_until_counted(url: str) -> Values:
-    """Return the metrics once all requests are counted: a request is counted after its answer, totals appear later."""
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        values = values_in(httpx.get(f"{url}/metrics").text)
-        known = {name for name, _ in values}
-        if "zeus_bso_jobs" in known and "zeus_bso_http_request_duration_seconds_count" in known:
-            counted = value(values, "http_request_duration_seconds_count", route="/version")
-            if counted == REQUESTS:
-                return values
-        assert time.monotonic() < deadline, values
-        time.sleep(0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sqlite", POSTGRESQL])
-def test_server_counts_and_logs_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    for name, text in {"LOG_FORMAT": "json", "LOG_LEVEL": "DEBUG", "METRICS_JOBS": "*"}.items():
+def test_json_log_of_a_server_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"LOG_FORMAT": "json", "LOG_LEVEL": "DEBUG"}.items():
         monkeypatch.setenv(f"ZEUS_BSO_{name}", text)
-    with empty_database(kind, tmp_path) as url, serving(url, tmp_path, "--migrate") as server:
+    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
         with httpx.Client(base_url=server.url) as http:
-            job_id = http.post("/jobs", json=job()).json()["job_id"]
-            trial = begin(http, job_id)
-            secret = {**RESULT, "metric": 0.1234567}
-            assert report(http, trial, **secret).status_code == 200
+            trial = begin(http, http.post("/jobs", json=job()).json()["job_id"])
+            assert report(http, trial, **{**RESULT, "metric": 0.1234567}).status_code == 200
             http.get("/api/jobs", headers=bearer(TOKEN))
             http.post("/report", content=b'{"secret body": nonsense')
-            for _ in range(REQUESTS):
-                http.get("/version").raise_for_status()
-        values = wait_until_counted(server.url)
         server.stop()
-    assert value(values, "trials_ended_total") == 0
-    assert value(values, "suggestions_total") == value(values, "jobs") == value(values, "trials") == 1
-    assert value(values, "energy_joules") == value(values, "job_energy_joules", job_id=job_id) == 1
-    assert value(values, "auth_failures_total", reason="bad_token") == 1
-    assert value(values, "build_info") == 1
-    lines = lines_of(server.log)
-    assert any("registered" in line["message"] for line in lines)
-    assert any("refused with 401" in line["message"] for line in lines)
     text = server.log.read_text()
-    assert "s" * 43 not in text
-    assert "1234567" not in text
-    assert "secret body" not in text
+    messages = [json.loads(line)["message"] for line in text.splitlines()]
+    assert any("registered" in message for message in messages)
+    assert any("refused with 401" in message for message in messages)
+    assert all(secret not in text for secret in ("s" * 43, "1234567", "secret body"))
 
 
 def test_detail_of_a_trial_cannot_forge_a_log_line(tmp_path: Path) -> None:
