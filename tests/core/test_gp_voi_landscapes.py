@@ -162,7 +162,7 @@ SEEDS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "two sizes": ((0,), range(1, 9)),
     "first run slowed": ((), range(5)),
     "second run slowed": ((), range(5)),
-    "dip": ((1,), (0, *range(2, 8))),
+    "dip": ((), range(8)),
     "drift": ((), range(8)),
 }
 # If the size being played keeps its number of epochs, the change of all other sizes is invisible.

@@ -82,7 +82,7 @@ def alarms(size_sd: float, default_sd: float, default_runs: int | None) -> float
         pytest.param(0.02, 0.01, None, 0.0205, marks=pytest.mark.slow),
         # Beyond the assumption of the interval: three runs of a default that varies two or four times as much.
         pytest.param(0.01, 0.02, 3, 0.0465, marks=pytest.mark.slow),
-        (0.01, 0.04, 3, 0.071),
+        pytest.param(0.01, 0.04, 3, 0.071, marks=pytest.mark.slow),
     ],
 )
 def test_false_alarms_over_50_looks_have_the_stated_share(

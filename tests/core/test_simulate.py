@@ -104,7 +104,7 @@ def test_energy_saving_is_relative_to_the_default_at_the_maximum_limit() -> None
 
 
 def test_both_policies_find_the_best_size() -> None:
-    setting = Setting(recurrences=40, seeds=3)
+    setting = Setting(recurrences=40, seeds=2)
     comparison = compare(WORKLOAD, OWN_POLICIES, setting)
     for policy, result in comparison.results.items():
         first = played(WORKLOAD, comparison.conditions, policy, setting, 0)

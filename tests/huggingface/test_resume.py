@@ -46,17 +46,15 @@ def interrupt(bench: Bench, job: JobSpec, error: BaseException, **options: Any) 
     ],
     ids=["after an epoch", "within an epoch", "without the optimizer"],
 )
-@pytest.mark.parametrize("named", [False, True], ids=["latest", "named"])
 def test_resumed_training_continues_trial(
-    bench: Bench, named: bool, saving: dict[str, Any], step: int, last_step: int, time_s: float
+    bench: Bench, saving: dict[str, Any], step: int, last_step: int, time_s: float
 ) -> None:
     job = long_job(bench)
     interrupt(bench, job, KeyboardInterrupt(), **saving)
     assert bench.view().trials[-1].state is TrialState.SUSPENDED
-    checkpoint = bench.checkpoint(step)
     callback, watch = bench.callback(job, lr_scaling="linear", steps="unchanged"), Watch()
     trainer = bench.trainer(callback, watch, scores=(0.1, 0.9), **(RESUMABLE | saving))
-    trainer.train(str(checkpoint)) if named else trainer.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=True)
     assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
     assert (trainer.state.max_steps, trainer.state.global_step) == (28, last_step)
     assert sizes_of(trainer) == [NEXT_SIZE] * (last_step - step)

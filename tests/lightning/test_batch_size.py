@@ -155,8 +155,11 @@ GIVEN: dict[str, tuple[Callable[[], Any], Callable[[Any], list[int]]]] = {
 }
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("the user's own")], ids=["after fit", "after an error"])
-@pytest.mark.parametrize(("make", "sizes"), GIVEN.values(), ids=GIVEN.keys())
+@pytest.mark.parametrize(
+    ("make", "sizes", "error"),
+    [(*given, None) for given in GIVEN.values()] + [(*GIVEN["loader"], RuntimeError("the user's own"))],
+    ids=[*GIVEN, "loader, after an error"],
+)
 def test_every_change_is_restored(
     bench: Bench, make: Callable[[], Any], sizes: Callable[[Any], list[int]], error: Exception | None
 ) -> None:

@@ -248,7 +248,7 @@ class FrameworkBench(JobBench):
         raise NotImplementedError
 
     def forking(self, *, stay: bool) -> dict[str, Any]:
-        """Return options of a training with two forked loader processes, which persist between epochs if `stay`."""
+        """Return options of a training with a forked loader process, which persists between epochs if `stay`."""
         raise NotImplementedError
 
     def slow_saver(self, work: Powered) -> Any:

@@ -346,7 +346,7 @@ class Bench(FrameworkBench):
         return trial
 
     def forking(self, *, stay: bool) -> dict[str, Any]:
-        return {"dataloader_num_workers": 2, "dataloader_persistent_workers": stay}
+        return {"dataloader_num_workers": 1, "dataloader_persistent_workers": stay}
 
     def slow_saver(self, work: Powered) -> Any:
         class Slow(TrainerCallback):

@@ -458,7 +458,7 @@ class Bench(FrameworkBench):
         return trial
 
     def forking(self, *, stay: bool) -> dict[str, Any]:
-        workers: Any = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": stay}
+        workers: Any = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": stay}
         return {"data": DataLoader(digits()[0], batch_size=16, **workers)}
 
     def slow_saver(self, work: Powered) -> Any:

@@ -117,6 +117,28 @@ def test_stated_terms_revise_the_job_and_unstated_terms_follow_the_registration(
     assert (view.job.eta_knob, len(view.revisions)) == (0.7, 2)
 
 
+def test_single_fields_of_a_job_revise_the_job(url: str, server: ServerPort) -> None:
+    for fields in (None, {"eta_knob": 0, "controls": "off"}, {"batch_sizes": [32]}):
+        launched(url, Net(), 0.1, 0.95, job_id="mine", job=fields)
+    view = server.show_job("mine")
+    assert (view.job.eta_knob, view.job.controls) == (0, 0)
+    assert (view.job.batch_sizes, view.job.default_batch_size, view.trials[-1].batch_size) == ((32,), 32, 32)
+    run = launched(url, Net(), 0.95, job_id="mine", job={"batch_sizes": [64]})  # the script's size, not the earlier pin
+    assert (trial_of(run).batch_size, server.show_job("mine").job.default_batch_size) == (64, 64)
+
+
+def test_pin_ends_with_the_first_unpinned_launch(url: str, server: ServerPort) -> None:
+    def night(batch_sizes: tuple[int, ...] | None) -> tuple[int, tuple[int, ...]]:
+        run = launched(url, Net(), 0.1, 0.95, job_id="mine", batch_sizes=batch_sizes)
+        return trial_of(run).batch_size, server.show_job("mine").job.batch_sizes
+
+    own, sizes = night(None)
+    assert (own, len(sizes) > 2) == (64, True)
+    assert night((32,)) == (32, (32,))
+    assert night(None)[1] == sizes
+    assert server.show_job("mine").job.default_batch_size == own
+
+
 def test_changed_gpus_revise_the_job(url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(url, Net(), 0.95, job_id="mine")
     monkeypatch.setattr(f"{__name__}.GPUS", GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="H100"))

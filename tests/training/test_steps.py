@@ -28,7 +28,7 @@ from zeus_plugins.training.steps import StepScale, drive_by_samples, length_of
 pytestmark = QUIET
 
 OWN, STEPS = 64, 44  # 22 batches of 64 in an epoch of 1400 samples, for two epochs
-SIZES = [8, 16, 32, 64, 128, 256, 512, 1024]
+SIZES = [8, 64, 128, 1024]
 
 
 @pytest.mark.parametrize(
