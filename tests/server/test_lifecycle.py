@@ -110,21 +110,6 @@ async def test_single_irregular_heartbeat_does_not_shorten_the_lease(bso: JobSer
     await bso.end(trial, TrialState.FAILED)
 
 
-async def test_late_report_revives_an_abandoned_trial(bso: JobService) -> None:
-    late = await bso.suggest()
-    bso.wait(HOUR_S + 1)
-    replacement = await bso.suggest()
-    await bso.reach(replacement, 600)
-
-    await bso.report(late, cost_j=100)
-    assert (await bso.states())[0] is TrialState.RUNNING
-    await bso.reach(late, 500)
-    view = await bso.show()
-    assert [trial.state for trial in view.trials] == [TrialState.COMPLETED] * 2
-    assert view.min_cost_j == 500
-    assert view.trials[0].end_reason is EndReason.TARGET_REACHED
-
-
 async def test_exploration_revived_late_does_not_undo_the_pruning(bso: JobService) -> None:
     late = await bso.suggest()
     bso.wait(HOUR_S + 1)
@@ -150,16 +135,6 @@ async def test_preempted_trial_continues(bso: JobService) -> None:
     assert (await bso.states())[0] is TrialState.COMPLETED
 
 
-async def test_preempted_trial_without_a_resume_is_abandoned(bso: JobService) -> None:
-    trial = await bso.suggest()
-    await bso.end(trial, TrialState.SUSPENDED)
-    await bso.end(trial, TrialState.SUSPENDED)
-    assert await bso.states() == [TrialState.SUSPENDED]
-    bso.wait(24 * HOUR_S + 1)
-    assert (await bso.suggest()).origin == "exploration"
-    assert (await bso.states())[0] is TrialState.ABANDONED
-
-
 @pytest.mark.parametrize("outcome", [TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED])
 async def test_end_of_a_revived_trial_counts(bso: JobService, outcome: JobService.Outcome) -> None:
     trial = await bso.suggest()
@@ -170,26 +145,6 @@ async def test_end_of_a_revived_trial_counts(bso: JobService, outcome: JobServic
 
 
 # --- Crashes and memory -----------------------------------------------------------------------------------------------
-
-
-async def test_size_with_only_crashes_is_excluded(bso: JobService) -> None:
-    for expected in (TrialState.FAILED, TrialState.FAILED, TrialState.INFEASIBLE):
-        trial = await bso.suggest()
-        assert trial.batch_size == 16
-        await bso.end(trial)
-        assert (await bso.states())[-1] is expected
-    # The size missed the target: the direction down ends, and larger sizes are tried.
-    assert (await bso.suggest()).batch_size == 32
-    (arm,) = [arm for arm in (await bso.show()).arms if arm.batch_size == 16]
-    assert arm.infeasible is EndReason.CRASHED
-
-
-async def test_crashes_do_not_exclude_a_size_with_a_completed_run(bso: JobService) -> None:
-    await bso.reach(await bso.suggest())
-    while len(await bso.states()) < 8:
-        await bso.end(await bso.suggest())
-    of_16 = [trial.state for trial in (await bso.show()).trials if trial.batch_size == 16]
-    assert set(of_16[1:]) <= {TrialState.FAILED}
 
 
 async def test_out_of_memory_excludes_the_size_and_larger_sizes(store: Store) -> None:

@@ -6,8 +6,6 @@ import asyncio
 import json
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import pytest
 from bso_server.api.auth import MOST_SENDERS, PERIOD_S, RefusalLog
 from bso_server.errors import ForbiddenError, UnknownJobError
 from bso_server.metrics.requests import JsonFormatter, RequestWatch, TextFormatter
-from tests.support import ROOT
 from tests.support.jobs import job
 from tests.support.servers import serving
 from tests.support.tokens import RESULT, bearer
@@ -80,19 +77,6 @@ class TestLines:
         logging.getLogger(name).warning("trial: %s", FORGED)
         assert caplog.messages[-1].startswith(r"trial: gone\n2026")
         assert caplog.messages[-1].isprintable()
-
-
-@pytest.mark.slow
-def test_embedded_server_loads_no_metrics(tmp_path: Path) -> None:
-    program = (
-        "import sys; from zeus_plugins.client import client_from_environment; client_from_environment().list_jobs(); "
-        "print([name for name in ('bso_server.service.commands', 'bso_server.metrics', 'prometheus_client') "
-        "if name in sys.modules])"
-    )
-    environ = {"ZEUS_BSO_DATABASE_URL": f"sqlite:///{tmp_path / 'bso.sqlite3'}", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['bso_server.service.commands']"
 
 
 def test_json_log_of_a_server_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
