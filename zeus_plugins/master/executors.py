@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeus_plugins.errors import ZeusBSOConfigError
-
-_POLL_S = 0.2
 
 # Time for a command to end after SIGINT, and again after SIGTERM.
 _GRACE_S = 10.0
@@ -56,13 +52,11 @@ def execute(launch: Launch) -> int:
         if not try_lock(lock):
             raise ZeusBSOConfigError(f"the run of {launch.log} is still running: resume its master to wait for it")
         process = _started(launch, lock)
-        os.truncate(lock, 0)
-        os.pwrite(lock, str(process.pid).encode(), 0)
     # The command has inherited the lock.
     try:
         _wait_unreaped(process)
     except BaseException:
-        _end(process.pid, lambda timeout_s: _has_ended(process, timeout_s))
+        _end(process)
         raise
     finally:
         if process.returncode is None:
@@ -72,34 +66,22 @@ def execute(launch: Launch) -> int:
     return process.returncode
 
 
-def adopt(launch: Launch) -> None:
-    """Wait for a command that a killed master has left running, if there is one; interrupted as `execute`."""
-    if not launch.marker.exists():
-        return
-    with lock_file(launch.marker) as lock:
-        if try_lock(lock):
-            return
-        try:
-            _lock_within(lock, math.inf)
-        except BaseException:
-            pid = os.pread(lock, 20, 0)
-            if pid:
-                _end(int(pid), lambda timeout_s: _lock_within(lock, timeout_s))
-            raise
-    launch.marker.unlink(missing_ok=True)
+def wait_for_end(launch: Launch) -> None:
+    """Wait for a command that a killed master has left running, if there is one; Ctrl-C ends only the wait."""
+    if launch.marker.exists():
+        with lock_file(launch.marker) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        launch.marker.unlink(missing_ok=True)
 
 
-def _end(pid: int, ended_within: Callable[[float], bool]) -> None:
-    """End a process group by SIGINT, SIGTERM and SIGKILL in turn; at another Ctrl-C, by SIGKILL at once."""
-    try:
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let a process group end by SIGINT, then by SIGTERM; return at another Ctrl-C, or when time is up."""
+    with contextlib.suppress(KeyboardInterrupt):
         for number in (signal.SIGINT, signal.SIGTERM):
-            _signal_group(pid, number)
-            if ended_within(_GRACE_S):
+            _signal_group(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
                 return
-    except KeyboardInterrupt:
-        pass
-    _signal_group(pid, signal.SIGKILL)
-    ended_within(_GRACE_S)
 
 
 def _started(launch: Launch, lock: int) -> subprocess.Popen[bytes]:
@@ -132,14 +114,6 @@ def _wait_unreaped(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
 def _signal_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal zombies
         os.killpg(pid, number)
@@ -162,10 +136,3 @@ def try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _lock_within(descriptor: int, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not (is_locked := try_lock(descriptor)) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return is_locked

@@ -14,7 +14,7 @@ from typing import Any, Literal, Never
 
 from zeus_plugins import energy, environment
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
-from zeus_plugins.master.executors import Launch, adopt, execute, lock_file, try_lock
+from zeus_plugins.master.executors import Launch, execute, lock_file, try_lock, wait_for_end
 from zeus_plugins.master.history import (
     HISTORY_FILE,
     MAX_TRIES,
@@ -171,8 +171,8 @@ class ZeusMaster:
                 self._optimizer.interrupt()
             return list(recurring.state.history)
 
-    def launch(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopts: bool = False) -> TrainResult:
-        """Launch the script once, or if it `adopts`, wait for the run of a killed master, and return its result.
+    def launch(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, resumes: bool = False) -> TrainResult:
+        """Launch the script once, or if it `resumes`, wait for the run of a killed master, and return its result.
 
         The script's output goes to ``{logdir}/{job id}.train.log``. The script writes its result to
         ``{logdir}/{job id}+bs{batch size}.train.json``.
@@ -196,8 +196,8 @@ class ZeusMaster:
             log=logdir / f"{run.job_id}.train.log",
         )
         path = result_path(logdir, run.job_id, run.bs)
-        if adopts:
-            adopt(launch)
+        if resumes:
+            wait_for_end(launch)
             # If the run ended with its master, without a result, launch it again below.
             with contextlib.suppress(ZeusBSOConfigError):
                 result = TrainResult.read(path)
@@ -262,10 +262,10 @@ class _Recurring:
         )
 
     def _play(self, planned: PlannedRun) -> Run:
-        adopts, self._may_be_running = self._may_be_running, False
+        resumes, self._may_be_running = self._may_be_running, False
         max_power_w, eta = self.state.gpus.max_power, self.state.eta_knob
         try:
-            result = self._master.launch(self._job, planned, self._directory, eta, adopts=adopts)
+            result = self._master.launch(self._job, planned, self._directory, eta, resumes=resumes)
         except FailedTryError as failure:
             # The upper bound of the energy, so that a failed run cannot tighten the cost bound.
             energy_j = max_power_w * failure.time_s
