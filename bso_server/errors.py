@@ -116,23 +116,6 @@ class UntrustedHostError(BsoError):
         )
 
 
-class UnknownTokenError(BsoError):
-    """No token has this id."""
-
-    def __init__(self, token_id: str) -> None:
-        super().__init__(f"unknown token {token_id!r}: bso-server token list shows the ids")
-
-
-class RevokedTokenError(BsoError):
-    """A revoked token cannot be rotated."""
-
-    def __init__(self, token_id: str) -> None:
-        super().__init__(
-            f"token {token_id} was revoked, which is for good: make another one by bso-server token create, and move "
-            "the jobs of this one (docs/tokens.md)"
-        )
-
-
 class DatabaseNotReadyError(BsoError):
     """The database does not have this version's schema."""
 
@@ -193,8 +176,6 @@ STATUS_OF: dict[type[BsoError], HTTPStatus] = {
     UnauthenticatedError: HTTPStatus.UNAUTHORIZED,
     ForbiddenError: HTTPStatus.FORBIDDEN,
     UntrustedHostError: HTTPStatus.BAD_REQUEST,
-    UnknownTokenError: HTTPStatus.NOT_FOUND,
-    RevokedTokenError: HTTPStatus.CONFLICT,
     ComputeFirstError: HTTPStatus.SERVICE_UNAVAILABLE,
     DatabaseNotReadyError: HTTPStatus.SERVICE_UNAVAILABLE,
     DatabaseUnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from bso_server.cli.common import CommandError, Commands, RemovedOption, add_source, table
@@ -15,7 +14,7 @@ from bso_server.core.policy import find
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
 from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces, recorded_workload
 from bso_server.simulate.workload import Consumption, Workload
-from zeus_plugins.protocol import OWN_POLICIES
+from zeus_plugins.protocol import OWN_POLICIES, JobView
 
 # Options that select one workload of the traces, not allowed with ``--all``.
 _SELECTION = ("dataset", "network", "optimizer", "target_metric", "max_epochs", "default_batch_size")
@@ -75,46 +74,31 @@ def add_simulate_command(commands: Commands) -> None:
     parser.add_argument("--price", action=RemovedOption, instead=instead)
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The workloads to simulate.
-
-    Attributes:
-        workloads: The workloads: one made from the trials of a job, or the workloads of the traces.
-        eta: η to use if the command line gives none.
-        beta: β to use if the command line gives none.
-        untried_default: The job's default size if it was never measured and another size replaces it, else None.
-    """
-
-    workloads: Sequence[Workload]
-    eta: float = 0.5
-    beta: float | None = 2.0
-    untried_default: int | None = None
-
-
 def _simulate(options: argparse.Namespace) -> None:
-    subject = _recorded(options) if options.job_id is not None else _traced(options)
+    job = None if options.job_id is None else _job_of(options)
+    workloads = _traced(options) if job is None else [recorded_workload(job)]
+    terms = (0.5, 2.0) if job is None else (job.job.eta_knob, job.job.beta_knob)
     policies = list(dict.fromkeys(options.policy or OWN_POLICIES))
     settings = [
         Setting(
             recurrences=options.recurrences,
             seeds=options.seeds,
             eta=eta,
-            beta=getattr(options, "beta", subject.beta),
+            beta=getattr(options, "beta", terms[1]),
         )
-        for eta in dict.fromkeys(options.eta or [subject.eta])
+        for eta in dict.fromkeys(options.eta or [terms[0]])
     ]
-    comparisons = [compare(workload, policies, setting) for setting in settings for workload in subject.workloads]
+    comparisons = [compare(workload, policies, setting) for setting in settings for workload in workloads]
     if options.json is not None:
-        workloads = [each.as_json() for each in comparisons]
+        found = [each.as_json() for each in comparisons]
         is_one = not options.all and len(comparisons) == 1
-        document = {"workloads": workloads, "geometric_mean": geometric_means(comparisons)}
+        document = {"workloads": found, "geometric_mean": geometric_means(comparisons)}
         # Results have no infinity or NaN.
-        text = json.dumps(workloads[0] if is_one else document, indent=2, allow_nan=False)
+        text = json.dumps(found[0] if is_one else document, indent=2, allow_nan=False)
         options.json.write_text(text + "\n", "utf-8")
     print(f"{ratios_text(comparisons)}\n\n{savings_text(comparisons)}")
-    if subject.untried_default is not None:
-        print(f"\nthe default size, {subject.untried_default}, was never measured: the nearest measured size is used")
+    if job is not None and (default := job.job.default_batch_size) != workloads[0].default_batch_size:
+        print(f"\nthe default size, {default}, was never measured: the nearest measured size is used")
 
 
 def policy_name(name: str) -> str:
@@ -125,24 +109,16 @@ def policy_name(name: str) -> str:
     return name
 
 
-def _recorded(options: argparse.Namespace) -> Subject:
-    """Return the workload of a job's own trials, with the job's η and β."""
+def _job_of(options: argparse.Namespace) -> JobView:
     named = _flags(options, ("train_trace", "power_trace", *_SELECTION))
     if options.all:
         named.append("--all")
     if named:
         raise CommandError(f"--job takes a job's own trials: leave out {', '.join(named)}")
-    view = read_job(options)
-    workload, job = recorded_workload(view), view.job
-    return Subject(
-        [workload],
-        job.eta_knob,
-        job.beta_knob,
-        None if workload.default_batch_size == job.default_batch_size else job.default_batch_size,
-    )
+    return read_job(options)
 
 
-def _traced(options: argparse.Namespace) -> Subject:
+def _traced(options: argparse.Namespace) -> list[Workload]:
     missing = _flags(options, ("train_trace", "power_trace"), given=False)
     if missing:
         raise CommandError(f"what to simulate? Give {' and '.join(missing)}, or --job for a job's own trials")
@@ -154,7 +130,7 @@ def _traced(options: argparse.Namespace) -> Subject:
     one = {name: getattr(options, name) for name in _SELECTION}
     traces = Traces.read(options.train_trace, options.power_trace)
     selections = PAPER_WORKLOADS if options.all else [Selection(**one)]
-    return Subject([traces.workload(each) for each in selections])
+    return [traces.workload(each) for each in selections]
 
 
 def _flags(options: argparse.Namespace, names: Sequence[str], *, given: bool = True) -> list[str]:
@@ -219,7 +195,7 @@ def savings_text(comparisons: Sequence[Comparison]) -> str:
     rows = []
     for each in comparisons:
         name, eta, default = each.workload.name, f"{each.eta:g}", each.default_consumption
-        always = f"always {each.conditions.landscape.default.batch_size}"
+        always = f"always {each.landscape.default.batch_size}"
         rows.append([name, always, eta, *_amounts(default), "", ""])
         for policy, result in each.results.items():
             saved = map(_percent, result.consumed.saved_against(default))

@@ -19,9 +19,7 @@ from functools import lru_cache
 from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord, ip_of
 from bso_server.errors import (
     ForbiddenError,
-    RevokedTokenError,
     UnauthenticatedError,
-    UnknownTokenError,
     UntrustedHostError,
 )
 from bso_server.service.cache import Cache
@@ -261,7 +259,7 @@ def _hash(token: str) -> str:
 
 
 class Tokens:
-    """The use cases of tokens; methods that change a token raise `UnknownTokenError` for an unknown id."""
+    """The use cases of tokens; methods that change a token raise `ValueError` for an unknown id."""
 
     def __init__(self, store: Store, *, clock: Callable[[], datetime] = utc_now) -> None:
         self._store = store
@@ -305,7 +303,7 @@ class Tokens:
         at once, and refuse the old one within `CACHE_S` seconds of its end.
 
         Raises:
-            RevokedTokenError: The token was revoked, which is final.
+            ValueError: The token was revoked, which is final.
         """
         token, token_hash = new_secret(token_id)
         now = self._clock()
@@ -334,7 +332,11 @@ def _rotate(
     transaction: Transaction, token_id: str, token_hash: str, now: datetime, previous_until: datetime
 ) -> TokenRecord:
     record = _locked(transaction, token_id).rotated(token_hash, now, previous_until)
-    _refuse_revoked(record)
+    if record.revoked_at is not None:
+        raise ValueError(
+            f"token {token_id} was revoked, which is for good: make another one by bso-server token create, and move "
+            "the jobs of this one (docs/tokens.md)"
+        )
     transaction.update_token(record)
     return record
 
@@ -348,10 +350,5 @@ def _revoke(transaction: Transaction, token_id: str, now: datetime) -> None:
 def _locked(transaction: Transaction, token_id: str) -> TokenRecord:
     record = transaction.locked_token(token_id)
     if record is None:
-        raise UnknownTokenError(token_id)
+        raise ValueError(f"unknown token {token_id!r}: bso-server token list shows the ids")
     return record
-
-
-def _refuse_revoked(record: TokenRecord) -> None:
-    if record.revoked_at is not None:
-        raise RevokedTokenError(record.token_id)

@@ -67,29 +67,23 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Results of policies on one workload, and by policy the cost of each recurrence, shape (seeds, recurrences)."""
+    """Results of policies on one workload under constant conditions."""
 
     workload: Workload
     eta: float
     recurrences: int
-    conditions: Conditions
+    landscape: Landscape
     results: Mapping[str, Result]
-    costs_j: Mapping[str, Sequence[Sequence[float]]]
 
     @property
     def default_consumption(self) -> Consumption | None:
-        """Energy and time of all recurrences at the default; None if it does not always reach the target."""
-        total = Consumption()
-        for recurrence in range(self.recurrences):
-            expected = self.conditions.landscape_at(recurrence).default.expected_consumption
-            if expected is None:
-                return None
-            total += expected
-        return total
+        """Energy and time of all recurrences at the default; None if it never reaches the target."""
+        expected = self.landscape.default.expected_consumption
+        return None if expected is None else expected * self.recurrences
 
     def as_json(self) -> dict[str, Any]:
-        """Return the comparison as JSON types, without costs of single recurrences."""
-        oracle, default = self.conditions.landscape.oracle, self.conditions.landscape.default
+        """Return the comparison as JSON types."""
+        oracle, default = self.landscape.oracle, self.landscape.default
         consumed = self.default_consumption
         return {
             "workload": {
@@ -118,19 +112,14 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def compare(
-    workload: Workload, policies: Iterable[str], setting: Setting, conditions: Conditions | None = None
-) -> Comparison:
-    """Simulate a workload with each policy, by default under constant conditions; raise like `landscape`."""
-    conditions = conditions or Conditions(landscape_of(workload, setting))
-    oracle_j = oracle_costs_j(conditions, setting.recurrences)
+def compare(workload: Workload, policies: Iterable[str], setting: Setting) -> Comparison:
+    """Simulate a workload with each policy under constant conditions; raise like `landscape`."""
+    conditions = Conditions(landscape_of(workload, setting))
     results: dict[str, Result] = {}
-    costs_j: dict[str, Sequence[Sequence[float]]] = {}
     for policy in policies:
         jobs = [played(workload, conditions, policy, setting, seed) for seed in range(setting.seeds)]
-        results[policy] = _result(jobs, setting, oracle_j, conditions)
-        costs_j[policy] = [job.costs_j for job in jobs]
-    return Comparison(workload, setting.eta, setting.recurrences, conditions, results, costs_j)
+        results[policy] = _result(jobs, setting, conditions)
+    return Comparison(workload, setting.eta, setting.recurrences, conditions.landscape, results)
 
 
 def geometric_means(comparisons: Sequence[Comparison]) -> dict[str, dict[str, float | None]]:
@@ -195,15 +184,15 @@ def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
     return [sum(column) / len(curves) for column in zip(*curves, strict=True)]
 
 
-def _result(jobs: Sequence[Played], setting: Setting, oracle_j: Sequence[float], conditions: Conditions) -> Result:
+def _result(jobs: Sequence[Played], setting: Setting, conditions: Conditions) -> Result:
     marks = sorted({mark for mark in MARKS if mark <= setting.recurrences} | {setting.recurrences})
-    totals_j = list(accumulate(oracle_j))
+    totals_j = list(accumulate(oracle_costs_j(conditions, setting.recurrences)))
     ratios = [
         [cost_j / total_j for cost_j, total_j in zip(accumulate(job.costs_j), totals_j, strict=True)] for job in jobs
     ]
     curve = mean_curve(ratios)
     last = min(_LAST, setting.recurrences)
-    default = conditions.landscape_at(setting.recurrences - 1).default.expected_consumption
+    default = conditions.landscape.default.expected_consumption
     last_j = sum(consumed.energy_j for job in jobs for consumed in job.consumed[-last:]) / (last * len(jobs))
     return Result(
         ratio={mark: curve[mark - 1] for mark in marks},

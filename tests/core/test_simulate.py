@@ -16,6 +16,7 @@ from bso_server.cli import main
 from bso_server.cli.simulate import ratios_text, savings_text
 from bso_server.core.savings import savings
 from bso_server.core.verdict import Judge
+from bso_server.simulate import results
 from bso_server.simulate.play import Conditions, Simulation, job_of
 from bso_server.simulate.results import Setting, compare, geometric_means, landscape_of, played
 from bso_server.simulate.traces import Selection, Traces, recorded_workload
@@ -57,7 +58,8 @@ def test_job_with_a_single_size_costs_the_sum_of_runs(policy: str, concurrency: 
     # The first epoch of the first run tries both limits: 0.5·1700 + 0.5·200·15 = 2350 J instead of 1900 J.
     assert result.ratio == {10: pytest.approx(1 + 450 / 76000)}
     if concurrency == 1:
-        assert comparison.costs_j[policy] == [pytest.approx([7600 + 450, *[7600] * 9])] * 2
+        first = played(only(16), Conditions(comparison.landscape), policy, setting, 0)
+        assert first.costs_j == pytest.approx([7600 + 450, *[7600] * 9])
     assert result.unfinished == 0
     assert result.energy_reduction_last5 == pytest.approx(0)
 
@@ -107,8 +109,7 @@ def test_both_policies_find_the_best_size() -> None:
     setting = Setting(recurrences=40, seeds=2)
     comparison = compare(WORKLOAD, OWN_POLICIES, setting)
     for policy, result in comparison.results.items():
-        first = played(WORKLOAD, comparison.conditions, policy, setting, 0)
-        assert first.costs_j == comparison.costs_j[policy][0]
+        first = played(WORKLOAD, Conditions(comparison.landscape), policy, setting, 0)
         records = [trial.record for trial in first.trials]
         assert {record.batch_size for record in records[-5:] if record.origin is not Origin.CONTROL} == {32}
         assert result.unfinished == 0
@@ -140,10 +141,10 @@ def test_abandoned_recurrences_are_finished_at_the_default() -> None:
         assert job.consumed[3].time_s >= 40
 
 
-def test_job_without_a_finishing_size_saves_nothing() -> None:
+def test_job_without_a_finishing_size_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     hopeless, setting = replace(WORKLOAD, default_batch_size=64), Setting(recurrences=10, seeds=1)
-    conditions = BreakingConditions(landscape(hopeless, eta=0.5, optimal_power_limits=True))
-    comparison = compare(hopeless, [GP_VOI], setting, conditions)
+    monkeypatch.setattr(results, "Conditions", BreakingConditions)
+    comparison = compare(hopeless, [GP_VOI], setting)
     shown = comparison.as_json()
     json.dumps(shown, allow_nan=False)
     assert shown["policies"]["gp_voi"]["ratio"] == {"10": None}

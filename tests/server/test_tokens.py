@@ -14,9 +14,7 @@ import pytest
 from bso_server.core.access import UNRESTRICTED, Scope, TokenRecord
 from bso_server.errors import (
     ForbiddenError,
-    RevokedTokenError,
     UnauthenticatedError,
-    UnknownTokenError,
     UntrustedHostError,
 )
 from bso_server.service.tokens import (
@@ -351,7 +349,7 @@ class TestKeeping:
         assert revoked == replace(record, revoked_at=record.created_at + timedelta(seconds=1))
         assert await tokens.find(record.token_id) == revoked
         assert await tokens.find(other.token_id) == other
-        with pytest.raises(UnknownTokenError, match="'00000000'"):
+        with pytest.raises(ValueError, match="'00000000'"):
             await tokens.revoke("00000000")
 
     async def test_rotated_token_has_two_valid_secrets(self, tokens: Tokens) -> None:
@@ -378,10 +376,10 @@ class TestKeeping:
     async def test_revoked_token_cannot_be_rotated_(self, tokens: Tokens) -> None:
         _, gone = await tokens.create("gone", [Scope.REPORT])
         await tokens.revoke(gone.token_id)
-        with pytest.raises(RevokedTokenError, match=f"{gone.token_id} was revoked, which is for good"):
+        with pytest.raises(ValueError, match=f"{gone.token_id} was revoked, which is for good"):
             await tokens.rotate(gone.token_id)
         for unknown in (tokens.rotate("ffffffff"), tokens.revoke("ffffffff")):
-            with pytest.raises(UnknownTokenError, match="'ffffffff'"):
+            with pytest.raises(ValueError, match="'ffffffff'"):
                 await unknown
 
     async def test_name_of_a_token_must_be_printable(self, tokens: Tokens) -> None:
