@@ -177,8 +177,7 @@ class _Tag:
     def __init__(self, request: AnyRequest, *, is_twin: bool | None = None) -> None:
         self._request = request
         self.is_twin = request.url.path.rstrip("/").endswith(_JSON) if is_twin is None else is_twin
-        kind = "json" if self.is_twin else _theme_of(request) or "auto"
-        self._prefix = f'W/"{html.build()}.{kind}.'
+        self._prefix = f'W/"{html.build()}.{"json" if self.is_twin else "html"}.'
         shown = request.headers.get("if-none-match", "")
         self.known = shown[len(self._prefix) : -1] if shown.startswith(self._prefix) else None
 
@@ -208,11 +207,6 @@ def _has_slash(request: AnyRequest) -> bool:
     return request.scope["raw_path"].endswith(b"/")
 
 
-def _theme_of(request: AnyRequest) -> str:
-    theme = request.cookies.get("zeus_bso_theme", "")
-    return theme if theme in html.THEMES else ""
-
-
 def _reader_of(request: AnyRequest, tag: str = "") -> html.Reader:
     """Return the reader of the requested page."""
     before, is_found, page = request.url.path.partition("/ui")
@@ -223,7 +217,7 @@ def _reader_of(request: AnyRequest, tag: str = "") -> html.Reader:
         root = "./" if _has_slash(request) else "ui/"
     if not is_found:
         root = "../" * (before.count("/") - 1) + "ui/"
-    return html.Reader(root=root, now=datetime.now(UTC), tag=tag, theme=_theme_of(request))
+    return html.Reader(root=root, now=datetime.now(UTC), tag=tag)
 
 
 def _page(request: AnyRequest, page: str, status: HTTPStatus = HTTPStatus.OK) -> Response[bytes]:
@@ -233,7 +227,7 @@ def _page(request: AnyRequest, page: str, status: HTTPStatus = HTTPStatus.OK) ->
 def _packed(
     request: AnyRequest, content: bytes, media_type: str, cached: str, status: HTTPStatus = HTTPStatus.OK
 ) -> Response[bytes]:
-    headers = {**_HEADERS, "Cache-Control": cached, "Vary": "Accept-Encoding, Cookie"}
+    headers = {**_HEADERS, "Cache-Control": cached, "Vary": "Accept-Encoding"}
     if len(content) > _WORTH_PACKING and "gzip" in request.headers.get("accept-encoding", ""):
         content = gzip.compress(content, compresslevel=4, mtime=0)
         headers["Content-Encoding"] = "gzip"

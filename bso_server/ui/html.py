@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, lru_cache, partial
-from importlib.metadata import PackageNotFoundError, metadata
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,8 @@ from zeus_plugins.protocol import package_version
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-THEMES = ("light", "dark")
+DOCS = "https://github.com/zeus-plugins/zeus-plugins/blob/main/docs/"
+"""The address of the folder of the documentation."""
 
 MEDIA_TYPES = {"ui.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
 """The static files of the pages."""
@@ -58,13 +58,11 @@ class Reader:
         root: The relative address of ``/ui/`` from the page.
         now: The current time, aware.
         tag: The page's ``ETag``, which the page sends when it polls.
-        theme: The chosen theme, or "" for the system's theme.
     """
 
     root: str
     now: datetime
     tag: str = ""
-    theme: str = ""
 
 
 @lru_cache(maxsize=16)
@@ -79,19 +77,6 @@ def build() -> str:
     parts = [package_version().encode(), *map(static_file, MEDIA_TYPES)]
     templates = sorted((files(__package__) / "templates").iterdir(), key=lambda each: each.name)
     return hashlib.sha256(b"".join([*parts, *(each.read_bytes() for each in templates)])).hexdigest()[:12]
-
-
-@cache
-def docs() -> str:
-    """Return the address of the folder of the documentation, with a slash at its end.
-
-    A package that is on the path but not installed has no metadata; its pages link to the folder `docs` beside them.
-    """
-    try:
-        urls = dict(str(each).split(", ", 1) for each in metadata("zeus-plugins").get_all("Project-URL", []))
-    except PackageNotFoundError:
-        return "docs/"
-    return urls["Documentation"].rpartition("/")[0] + "/"
 
 
 def page(view: View, reader: Reader) -> str:
@@ -130,9 +115,7 @@ def templates() -> Environment:
         kind=lambda part: type(part).__name__,
     )
     # Templates choose their charts and sentences.
-    environment.globals.update(
-        draw=charts, say=words, fleet=fleet, build=build(), docs=docs(), version=package_version()
-    )
+    environment.globals.update(draw=charts, say=words, fleet=fleet, build=build(), docs=DOCS, version=package_version())
     return environment
 
 
@@ -154,7 +137,7 @@ def _rendered(template: str, view: Any, reader: Reader, **parts: Any) -> str:
         return Markup('<data value="{!r}" data-of="{}">{}</data>').format(value, path, formats[kind](value))
 
     def doc(name: str, text: str) -> Markup:
-        return Markup('<a href="{}{}" rel="noreferrer">{}</a>').format(docs(), name, text)
+        return Markup('<a href="{}{}" rel="noreferrer">{}</a>').format(DOCS, name, text)
 
     def ago(instant: datetime) -> Markup:
         told = units.ago(instant, reader.now)

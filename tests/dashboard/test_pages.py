@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import tomllib
 import uuid
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,8 @@ async def test_page_links_below_own_prefix_only_and_runs_no_text(http: httpx.Asy
     answer = await http.get(f"/ui/{address}")
     page = Page(answer.text)
     for link in page.links:
-        if link.startswith(html.docs()):
-            assert (ROOT / "docs" / link.removeprefix(html.docs()).partition("#")[0]).is_file()
+        if link.startswith(html.DOCS):
+            assert (ROOT / "docs" / link.removeprefix(html.DOCS).partition("#")[0]).is_file()
             continue
         assert link.startswith("#") or urljoin(f"http://h/a/b/ui/{address}", link).startswith("http://h/a/b/ui/")
     policy = answer.headers["content-security-policy"]
@@ -414,6 +415,11 @@ def test_every_kind_of_database_shows_pages(any_server: ServerProcess) -> None:
         line, page = figures()
         assert [point["state"] for point in line["latest"]] == ["completed", "withdrawn", "running"]
         assert [each["runs"] for each in page["means"]] == [1]
+
+
+def test_pages_link_to_the_documentation_of_the_package() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Documentation"] == f"{html.DOCS}index.md"
 
 
 def test_static_files_of_pages_are_small_and_relative() -> None:

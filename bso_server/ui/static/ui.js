@@ -325,16 +325,6 @@ document.addEventListener("input", (event) => {
 arrange(document);
 arrangePlots();
 
-const theme = document.getElementById("theme");
-theme.hidden = false;
-theme.addEventListener("click", () => {
-  const now = getComputedStyle(document.documentElement).colorScheme;
-  const isDark = now === "dark" || (now !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
-  const chosen = isDark ? "light" : "dark";
-  document.documentElement.dataset.theme = chosen;
-  document.cookie = `zeus_bso_theme=${chosen}; path=${root.pathname}; max-age=31536000; samesite=lax`;
-});
-
 if (live()) {
   document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : poll()));
   poll();
