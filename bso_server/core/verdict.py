@@ -205,8 +205,11 @@ class Judge:
         A control run forgoes the extra cost of the cheapest run at the default over the mean at the best size. After
         the first one, it forgoes at least `EffectModel.expected_loss` of a run at the best size, so that noise never
         makes a cheap default look free. The model alone would at first take a very expensive default for an outlier.
+        If the job has changed and its default now costs far more, both are too low. So a control run forgoes at least
+        half of what the control runs have cost more than the best size, as a mean; noise seldom doubles this mean.
         """
-        made = sum(run.is_control for run in self._runs)
+        controls = [run.amount for run in self._runs if run.is_control]
+        made = len(controls)
         if not made + more or self._best == self._default:
             return 0.0
         best, default = ([run.amount for run in self._runs if run.batch_size == x] for x in (self._best, self._default))
@@ -214,6 +217,7 @@ class Judge:
             return math.inf
         mean = statistics.fmean(best)
         loss = max(self._model.expected_loss() if made or not default else 0.0, min(default, default=0.0) / mean - 1)
+        loss = max(loss, (statistics.fmean(controls) / mean - 1) / 2 if made else 0.0)
         return (made + more) * loss * mean / math.fsum(run.amount for run in self._runs)
 
     def forgone_in_words(self) -> str:

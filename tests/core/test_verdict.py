@@ -308,6 +308,14 @@ class TestControlRuns:
         assert judge.forgone() == pytest.approx(450 / 5000)
         assert judge.forgone(1) == pytest.approx(2 * 450 / 5000)
 
+    def test_control_run_at_a_default_that_has_become_far_dearer_is_the_last_one(self) -> None:
+        """Before a change, the default costs 60 J; then a control run costs 5000 J, and runs at the best size 50 J."""
+        judge = Judge(DEFAULT, BEST)
+        judge.learn([*[run(DEFAULT, 60)] * 8, *controlled(2)[1:], replace(run(DEFAULT, 5000), is_control=True)])
+        judge.learn([run(BEST, 50)] * 10)
+        assert judge.forgone() > 0.25
+        assert judge.forgone(1) > judge.limit()
+
     def test_judge_without_runs_at_the_best_size_gets_no_control_run(self) -> None:
         judge = Judge(DEFAULT, OTHER)
         judge.learn(controlled(1))
