@@ -8,13 +8,11 @@ or "loses" is wrong; in an A/B job the best size saves a known share.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -271,7 +269,7 @@ def measure(world: World, played: Sequence[Played]) -> Figures:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play all kinds of jobs, print the table, and write the figures where asked."""
+    """Play the kinds of jobs, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.honesty", description=main.__doc__)
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="jobs of each kind (default: 200)")
     parser.add_argument(
@@ -281,21 +279,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SHARE",
         help="print the verdicts and the cost of control runs with each of these budgets",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--only", nargs="+", metavar="KIND", help="play these kinds of jobs, named as in the table")
     options = parser.parse_args(arguments)
-    figures = []
+    figures, chosen = [], options.only or (FRONTIER if options.budgets else [])
     with ProcessPoolExecutor() as pool:
         for budget in options.budgets or [CONTROLS]:
             for world in (*EQUAL, *SAVING):
-                if options.budgets and world.name not in FRONTIER:
+                if chosen and world.name not in chosen:
                     continue
                 jobs = list(pool.map(partial(play, world, budget), range(options.seeds), chunksize=5))
                 name = f"{budget:.1%}: {world.name}" if options.budgets else world.name
                 figures.append(replace(measure(world, jobs), world=name))
     print(f"{options.seeds} jobs of {RUNS} runs of each kind; shares of jobs at looks {', '.join(map(str, LOOKS))}\n")
     print(text_table(_lines(figures)))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(each) for each in figures], indent=1) + "\n")
     return 0
 
 
