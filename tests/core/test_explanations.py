@@ -117,8 +117,8 @@ def test_expected_cost_is_shown_beside_the_measured_mean() -> None:
 
     assert words(0, None) == words(3, 104) == "expected 102 J"
     why = "ignores that later runs and other sizes' runs count, too"
-    assert words(1, 1784) == f"expected 102 J (its run, 1780 J, {why})"
-    assert words(22, 88) == f"expected 102 J (the mean of its runs, 88 J, {why})"
+    assert words(1, 1784) == f"expected 102 J without start-up (its run, 1780 J, {why})"
+    assert words(22, 88) == f"expected 102 J without start-up (the mean of its runs, 88 J, {why})"
 
 
 def test_stop_rule_is_described_in_words() -> None:

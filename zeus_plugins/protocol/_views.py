@@ -187,8 +187,8 @@ class ArmView(WireMessage):
         infeasible: Why the size cannot run on this hardware, or None.
         mean_cost_j: Mean cost of the trials that reached the target since `JobView.since`, joules, or None.
         std_cost_j: Population standard deviation of those costs, joules; None for fewer than two.
-        expected_cost_j: The cost in joules that the policy expects of a run until the target, from this size and its
-            neighbours; None if it expects nothing yet.
+        expected_cost_j: The cost in joules that the policy expects of a run until the target, without its start-up,
+            from this size and its neighbours; None if it expects nothing yet.
         expected_low_j: Lower end of the 90 % band of `expected_cost_j`, joules, or None.
         expected_high_j: Upper end of the band, joules, or None.
         metrics: The metrics at the end of its runs, the job's own first; empty before a run has reached the target.
@@ -217,7 +217,8 @@ class ArmView(WireMessage):
         if low_j is None or high_j is None or mean_j is None or low_j <= mean_j <= high_j:
             return words
         runs = "its run" if self.n == 1 else "the mean of its runs"
-        return f"{words} ({runs}, {joules_in_words(mean_j)}, ignores that later runs and other sizes' runs count, too)"
+        why = "ignores that later runs and other sizes' runs count, too"
+        return f"{words} without start-up ({runs}, {joules_in_words(mean_j)}, {why})"
 
 
 class JobSummary(WireMessage):
