@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 
 from litestar import Litestar
 from litestar.di import Provide
-from litestar.exceptions import HTTPException
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.spec import Components, SecurityScheme
 
@@ -17,7 +16,7 @@ from bso_server.api import HANDLERS
 from bso_server.api.admin import metrics_route
 from bso_server.api.auth import AccessControl, RefusalLog
 from bso_server.api.bodies import MAX_BODY_BYTES, BodyRequest
-from bso_server.api.dashboard import PAGES, JobPages, home, refused_route
+from bso_server.api.dashboard import PAGES, JobPages, home
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.openapi import OpenApiDocument
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
@@ -86,7 +85,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         ],
         request_class=BodyRequest,
         request_max_body_size=MAX_BODY_BYTES,
-        exception_handlers={**EXCEPTION_HANDLERS, HTTPException: refused_route},
+        exception_handlers=EXCEPTION_HANDLERS,
         after_exception=[RefusalLog(listener=store.listener).note],
         lifespan=[lifespan],
         # The launcher configures logging; Litestar's own configuration would log request bodies.

@@ -147,25 +147,12 @@ def refused(
     if request.url.path.endswith(_JSON):
         return answer
     body, reader = answer.content, _reader_of(request)
-    message = _NO_PAGE.get(body.status, body.message) if body.message == body.title else body.message
+    message: str = body.message
     if isinstance(error, UnauthenticatedError):
         message += ". To read this page, load it again, and enter the token as the password, with any user name"
     page = _page(request, html.error_page(reader, body.status, body.title, message), HTTPStatus(body.status))
     page.headers.update(answer.headers)
     return page
-
-
-def refused_route(request: AnyRequest, error: HTTPException) -> Response[Any]:
-    """Answer a request for an unknown route or method: browsers get a page, other clients the API's answer."""
-    is_browser = "text/html" in request.headers.get("accept", "")
-    return refused(errors.http_error, request, error) if is_browser else errors.http_error(request, error)
-
-
-# Messages for requests to a route or with a method that does not exist.
-_NO_PAGE = {
-    HTTPStatus.NOT_FOUND: "There is no page at this address.",
-    HTTPStatus.METHOD_NOT_ALLOWED: "This address is for trainings and commands, and has no page.",
-}
 
 
 class _Tag:
@@ -209,14 +196,11 @@ def _has_slash(request: AnyRequest) -> bool:
 
 def _reader_of(request: AnyRequest, tag: str = "") -> html.Reader:
     """Return the reader of the requested page."""
-    before, is_found, page = request.url.path.partition("/ui")
-    page = page.strip("/")
+    page = request.url.path.partition("/ui")[2].strip("/")
     # Relative links begin at the last slash, which on /ui itself may be missing.
     root = "../" * (page.count("/") + _has_slash(request)) or "./"
     if not page:
         root = "./" if _has_slash(request) else "ui/"
-    if not is_found:
-        root = "../" * (before.count("/") - 1) + "ui/"
     return html.Reader(root=root, now=datetime.now(UTC), tag=tag)
 
 

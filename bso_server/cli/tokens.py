@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
+from datetime import datetime
 
 from bso_server.cli.common import TOKEN_VARIABLE, Commands, add_command, duration, table_of, with_store
-from bso_server.core.access import Scope
+from bso_server.core.access import Scope, TokenRecord
 from bso_server.service.tokens import CACHE_S, DEFAULT_GRACE, Tokens
-from bso_server.service.views import TokenLine
 from bso_server.storage.store import Store
 
 
@@ -68,19 +69,25 @@ def _create(options: argparse.Namespace) -> None:
 def _list(options: argparse.Namespace) -> None:
     found = with_store(options, lambda store: Tokens(store).listed())
     if options.json:
-        print(found.model_dump_json(indent=2))
+        print(json.dumps({"tokens": [_without_secrets(*each) for each in found]}, indent=2, default=datetime.isoformat))
         return
-    columns: dict[str, Callable[[TokenLine], object]] = {
-        "ID": lambda token: token.token_id,
-        "NAME": lambda token: token.name,
-        "SCOPES": lambda token: " ".join(token.scopes),
-        "JOBS": lambda token: f"{token.jobs}{' (shares)' if token.shares_jobs else ''}",
-        "CREATED (UTC)": lambda token: token.created_at,
-        "ROTATED (UTC)": lambda token: token.rotated_at,
-        "OLD SECRET UNTIL": lambda token: token.previous_secret_until,
-        "REVOKED (UTC)": lambda token: token.revoked_at,
+    columns: dict[str, Callable[[tuple[TokenRecord, int]], object]] = {
+        "ID": lambda each: each[0].token_id,
+        "NAME": lambda each: each[0].name,
+        "SCOPES": lambda each: " ".join(sorted(each[0].scopes)),
+        "JOBS": lambda each: f"{each[1]}{' (shares)' if each[0].shares_jobs else ''}",
+        "CREATED (UTC)": lambda each: each[0].created_at,
+        "ROTATED (UTC)": lambda each: each[0].rotated_at,
+        "OLD SECRET UNTIL": lambda each: each[0].previous_until,
+        "REVOKED (UTC)": lambda each: each[0].revoked_at,
     }
-    print(table_of(columns, found.tokens) if found.tokens else "no tokens")
+    print(table_of(columns, found) if found else "no tokens")
+
+
+def _without_secrets(token: TokenRecord, jobs: int) -> dict[str, object]:
+    shown = ("token_id", "name", "shares_jobs", "created_at", "rotated_at", "revoked_at")
+    values = {name: getattr(token, name) for name in shown}
+    return values | {"scopes": sorted(token.scopes), "previous_secret_until": token.previous_until, "jobs": jobs}
 
 
 def _rotate(options: argparse.Namespace) -> None:

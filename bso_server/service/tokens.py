@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
@@ -24,7 +24,6 @@ from bso_server.errors import (
 )
 from bso_server.service.cache import Cache
 from bso_server.service.commands import utc_now
-from bso_server.service.views import TokenLine, TokenList
 from bso_server.storage.deadlines import begin_request
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
@@ -283,18 +282,10 @@ class Tokens:
         """Return every token, oldest first."""
         return await self._store.read(Transaction.all_tokens)
 
-    async def listed(self) -> TokenList:
-        """Return all tokens without their secrets."""
+    async def listed(self) -> list[tuple[TokenRecord, int]]:
+        """Return every token, oldest first, with the number of its jobs."""
         jobs = await self._store.read(Transaction.jobs_per_owner)
-        lines = [
-            TokenLine(
-                **asdict(record) | {"scopes": sorted(record.scopes)},
-                previous_secret_until=record.previous_until,
-                jobs=jobs.get(record.token_id, 0),
-            )
-            for record in await self.all()
-        ]
-        return TokenList(tokens=tuple(lines))
+        return [(record, jobs.get(record.token_id, 0)) for record in await self.all()]
 
     async def rotate(self, token_id: str, grace: timedelta = DEFAULT_GRACE) -> tuple[str, TokenRecord]:
         """Give a token another secret; return the token with it, and the record. Jobs and trials stay the token's.

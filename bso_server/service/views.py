@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bso_server.core.access import Scope
 from bso_server.core.model import MISSED
 from bso_server.core.verdict import Saved
 from zeus_plugins.protocol import (
@@ -293,23 +292,3 @@ class FleetPage(WireMessage):
     stuck: tuple[FleetJob, ...]
     stuck_jobs: int
     tariff: Tariff
-
-
-class TokenLine(WireMessage):
-    """A token in the list of tokens, without its secret."""
-
-    token_id: str
-    name: str
-    scopes: tuple[Scope, ...]
-    shares_jobs: bool  # True if other tokens may use the jobs that this token registers
-    created_at: datetime
-    rotated_at: datetime | None
-    previous_secret_until: datetime | None
-    revoked_at: datetime | None
-    jobs: int  # number of jobs that belong to the token
-
-
-class TokenList(WireMessage):
-    """The output of ``bso-server token list --json``."""
-
-    tokens: tuple[TokenLine, ...]  # oldest first
