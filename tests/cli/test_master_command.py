@@ -240,7 +240,7 @@ def test_resumed_master_waits_for_the_script_and_ctrl_c_ends_only_the_wait(tmp_p
         ("[gpus]", "[gups]", "gups: Extra inputs"),
         ("default_lr = 0.5", "", "job.default_lr: Field required"),
         ("[job]", "[job", "is no TOML"),
-        ("default_bs = 64", "default_bs = 65", "default_bs 65 is not one of the batch sizes"),
+        ("default_bs = 64", "default_bs = 65", "65 is not one of batch_sizes"),
         ("--lr", "{width}", "{width}, which has no value"),
         ("num_pruning_rounds", "pruning", "pruning"),
         ("[master]", "[master]\nobserver_mode = true", "master.observer_mode: Extra inputs"),

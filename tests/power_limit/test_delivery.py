@@ -149,16 +149,6 @@ def test_zeus_server_receives_no_limits() -> None:
     assert server.sent("PUT", PATH) == []
 
 
-def test_limits_of_different_devices_are_not_stored(caplog: pytest.LogCaptureFixture) -> None:
-    server = Keeping()
-    session = training(server)
-    session.keep_power_limits(CHOICE.model_copy(update={"gpus": GPUS.model_copy(update={"gpu_model": "V100"})}))
-    session.end()
-    (warning,) = warnings_in(caplog)
-    assert "measured on other devices" in warning
-    assert server.sent("PUT", PATH) == []
-
-
 def test_without_a_trial_no_limits_are_sent(caplog: pytest.LogCaptureFixture) -> None:
     server = Keeping()
     session = TrialSession(JOB, server.client(), seconds_and_joules(1.0, 10.0))

@@ -131,12 +131,6 @@ class ZeusMaster:
             ZeusBSOConfigError: The arguments contradict each other or the resumed directory.
             ZeusBSORuntimeError: The server that chooses batch sizes fails.
         """
-        if not 0 <= eta_knob <= 1 or (beta_knob is not None and not beta_knob > 0):
-            raise ZeusBSOConfigError(
-                f"eta_knob is {eta_knob} and beta_knob {beta_knob}: η lies between 0 and 1, and β is above 0 or None"
-            )
-        if job.default_bs not in batch_sizes:
-            raise ZeusBSOConfigError(f"default_bs {job.default_bs} is not one of the batch sizes {list(batch_sizes)}")
         directory = Path(
             resume_from or logdir or self.build_logdir(job, num_recurrence, eta_knob, beta_knob)
         ).absolute()

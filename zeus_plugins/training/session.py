@@ -421,14 +421,7 @@ class TrialSession:
             self._first_steps.close()
             self._first_steps = None
         self._update(power_profile=profile)
-        job = self._reporter.job
-        if any(getattr(job, name) != value for name, value in choice.gpus):
-            _logger.warning(
-                "the power limits of this training are not kept on the server, as they were measured on other devices "
-                "(%s) than its cost: give both callbacks the same energy_monitor",
-                choice.gpus,
-            )
-        elif self.trial.has_extended_server:
+        if self.trial.has_extended_server:
             self._reporter.keep_power_limits(choice)
 
     def end(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
