@@ -240,47 +240,40 @@ def test_request_waits_for_a_returning_database(http: httpx.Client, relay: Relay
     assert epochs_of(http, trial) == [1]
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["away", "silent"])
+# A silent database: `TestASilentNetwork` of test_deadlines.py.
 def test_unreachable_database_is_reported_and_survived(
-    http: httpx.Client, relay: Relay, impatient_server: ServerProcess, silent: bool
+    http: httpx.Client, relay: Relay, impatient_server: ServerProcess
 ) -> None:
-    job_id = "silent" if silent else "away"
-    http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
-    trial = begin(http, job_id)
+    http.post("/jobs", json=job(job_id="away")).raise_for_status()
+    trial = begin(http, "away")
     with httpx.Client(base_url=impatient_server.url, timeout=PATIENCE_S) as impatient:
-        check_outage(impatient, relay, impatient_server, trial, silent=silent)
+        said = len(impatient_server.log.read_text())
+        relay.close()
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                reports = [pool.submit(report, impatient, trial, 1) for _ in range(3)]
+                suggest = pool.submit(impatient.get, "/jobs/batch_size", params={"job_id": "away"})
+                answers = [future.result() for future in [*reports, suggest]]
+            for answer in answers:
+                assert_refused(answer, 503, None, "does not answer at present")
+                assert int(answer.headers["retry-after"]) > 0
+                assert str(relay.port) not in answer.text
+            assert impatient.get("/health/ready").status_code == 503
+            assert impatient.get("/health/live").status_code == 200
+        finally:
+            relay.open()
 
-
-def check_outage(
-    http: httpx.Client, relay: Relay, server: ServerProcess, trial: dict[str, Any], *, silent: bool
-) -> None:
-    said = len(server.log.read_text())
-    relay.fall_silent(True) if silent else relay.close()
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            reports = [pool.submit(report, http, trial, 1) for _ in range(3)]
-            suggest = pool.submit(http.get, "/jobs/batch_size", params={"job_id": trial["job_id"]})
-            answers = [future.result() for future in [*reports, suggest]]
-        for answer in answers:
-            assert_refused(answer, 503, None, "does not answer at present")
-            assert int(answer.headers["retry-after"]) > 0
-            assert str(relay.port) not in answer.text
-        assert http.get("/health/ready").status_code == 503
-        assert http.get("/health/live").status_code == 200
-    finally:
-        relay.fall_silent(False) if silent else relay.open()
-
-    # An interrupted transaction may keep its locks briefly.
-    deadline = time.monotonic() + PATIENCE_S
-    while report(http, trial, 1).status_code != 200:
-        assert time.monotonic() < deadline
-    assert http.get("/health/ready").status_code == 200
-    assert epochs_of(http, trial) == [1]
-    log = server.log.read_text()[said:]
+        # An interrupted transaction may keep its locks briefly.
+        deadline = time.monotonic() + PATIENCE_S
+        while report(impatient, trial, 1).status_code != 200:
+            assert time.monotonic() < deadline
+        assert impatient.get("/health/ready").status_code == 200
+        assert epochs_of(impatient, trial) == [1]
+    log = impatient_server.log.read_text()[said:]
     assert "Traceback" not in log
     lines = [line for line in log.splitlines() if "gave up" in line]
+    assert 1 <= len(lines) <= len(answers)
     assert all(str(relay.port) in line for line in lines)
-    assert silent or 1 <= len(lines) <= len(answers)
 
 
 def test_schema_documents_the_unavailable_answers(http: httpx.Client) -> None:

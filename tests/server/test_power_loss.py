@@ -277,7 +277,7 @@ def check(after: Path, acknowledged: list[Acknowledgement]) -> None:
 
 def test_power_cuts_lose_no_acknowledged_report(folder: Path) -> None:
     record_run(folder)
-    assert losses(folder, cuts=20) == []
+    assert losses(folder, cuts=10) == []
 
 
 @pytest.mark.slow
