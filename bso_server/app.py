@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from litestar import Litestar
 from litestar.di import Provide
@@ -27,6 +28,7 @@ from bso_server.service.health import TotalsReader
 from bso_server.service.pages import Pages
 from bso_server.service.reading import JobReader
 from bso_server.service.tokens import Authenticator, Tokens
+from bso_server.service.verdicts import update, update_all
 from bso_server.service.views import Tariff
 from bso_server.settings import Settings, parts
 from bso_server.storage.database import open_database
@@ -57,7 +59,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
     dependencies = {
         "service": service,
         "reader": reader,
-        "source": JobPages(reader, Pages(tariff)),
+        "source": JobPages(reader, Pages(tariff), partial(update, store)),
         "fleet": FleetReader(store, tariff),
     }
     route = metrics_route(metrics.exposition, is_open=settings.metrics == "open")
@@ -68,9 +70,12 @@ def create_app(settings: Settings | None = None) -> Litestar:
             await prepare(store)
             logger.info("database: %s", store.description)
             await _say_who_is_served(settings, tokens)
-            task = asyncio.create_task(_repeat(service.reap, settings.reap_interval_s))
+            # Two tasks, because the verdicts on thousands of jobs take minutes after an upgrade.
+            sweeps = service.reap, partial(update_all, store)
+            tasks = [asyncio.create_task(_repeat(sweep, settings.reap_interval_s)) for sweep in sweeps]
             yield
-            task.cancel()
+            for task in tasks:
+                task.cancel()
         finally:
             await metrics.close()
             await store.close()
@@ -153,17 +158,17 @@ def _provide(dependency: object) -> Provide:
     return Provide(lambda: dependency, sync_to_thread=False)
 
 
-async def _repeat(reap: Callable[[], Awaitable[object]], interval_s: float) -> None:
-    """Call `reap` every `interval_s` seconds until cancelled, also after an unexpected error."""
+async def _repeat(sweep: Callable[[], Awaitable[object]], interval_s: float) -> None:
+    """Call `sweep` every `interval_s` seconds until cancelled, also after an unexpected error."""
     while True:
         await asyncio.sleep(interval_s)
         try:
-            await reap()
+            await sweep()
         except (DatabaseNotReadyError, DatabaseUnavailableError):
             # The store has logged the error, or logs it at the next request.
             pass
         except Exception:
-            logger.exception("could not look for abandoned trials")
+            logger.exception("could not look for abandoned trials or outdated verdicts")
 
 
 def __getattr__(name: str) -> Litestar:

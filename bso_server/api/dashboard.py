@@ -6,7 +6,7 @@ All links in pages are relative, so that pages work below any path at which a pr
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
@@ -30,10 +30,14 @@ AnyRequest = Request[Any, Any, Any]
 
 
 class JobPages(NamedTuple):
-    """The reader and the queries of job pages, as one dependency: Litestar would create a task for each of several."""
+    """The dependencies of job pages in one object, because Litestar would create a task for each of several.
+
+    `update` updates the stored verdicts.
+    """
 
     reader: JobReader
     pages: Pages
+    update: Callable[[], Awaitable[int]]
 
 
 Source = NamedDependency[JobPages]
@@ -45,7 +49,7 @@ _NAME = Annotated[str, PathParameter(pattern=ID["pattern"], max_length=MAX_ID_LE
 _TRIAL_NAME = Annotated[str, PathParameter(pattern=r"^[0-9]{1,10}(\.json)?(?!\n)$")]
 _Containing = Annotated[str | None, QueryParameter(name="q", max_length=MAX_ID_LENGTH)]
 _At = Annotated[int | None, QueryParameter(name="at", ge=1, le=LARGEST)]
-_After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LENGTH)]
+_After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LENGTH + 1)]
 _HEADERS = {
     "Content-Security-Policy": html.POLICY,
     "Referrer-Policy": "same-origin",
@@ -69,6 +73,7 @@ async def jobs(
     request: AnyRequest, source: Source, containing: _Containing = None, after: _After = None
 ) -> Response[bytes]:
     """Show the list of jobs."""
+    await source.update()
     return await _Tag(request).shown(source, source.pages.jobs, containing=containing or None, cursor=after)
 
 

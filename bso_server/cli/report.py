@@ -9,7 +9,9 @@ from urllib.parse import urlencode
 from bso_server.cli.common import Commands, RemovedOption, add_command, duration, settings_of
 from bso_server.cli.jobs import OUTPUT, ask_or_read
 from bso_server.service.fleet import GROUP, FleetReader
+from bso_server.service.verdicts import update_all
 from bso_server.service.views import FleetPage, Tariff
+from bso_server.storage.store import Store
 from zeus_plugins.protocol import Paths
 
 
@@ -47,8 +49,11 @@ def _report(options: argparse.Namespace) -> None:
 
     tariff = Tariff.model_validate(settings_of(options), from_attributes=True)
     path = f"{Paths.FLEET_REPORT}?{urlencode({'since': options.since, 'by': options.by})}"
-    page = ask_or_read(
-        options, "GET", path, FleetPage, lambda store: FleetReader(store, tariff).read(options.since, options.by)
-    )
+
+    async def read(store: Store) -> FleetPage:
+        await update_all(store)
+        return await FleetReader(store, tariff).read(options.since, options.by)
+
+    page = ask_or_read(options, "GET", path, FleetPage, read)
     text = fleet.markdown(page) if options.format == "md" else page.model_dump_json(indent=2) + "\n"
     print(text, end="")

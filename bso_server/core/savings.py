@@ -12,7 +12,17 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from bso_server.core.model import OBSERVED, ExpectedCost, TrialRecord
-from bso_server.core.verdict import CompletedRun, Evidence, Judge, Saved, Verdict, run_of, why_no_controls
+from bso_server.core.policy import find
+from bso_server.core.verdict import (
+    CompletedRun,
+    Evidence,
+    Judge,
+    Saved,
+    SavingBasis,
+    Verdict,
+    run_of,
+    why_no_controls,
+)
 from zeus_plugins.protocol import ALIVE, AmountSaved, CreatedJob, Origin, SavingsView, SavingsWord, Share, TrialState
 
 UNSPENT = frozenset({TrialState.RUNNING, TrialState.SUSPENDED, TrialState.WITHDRAWN})
@@ -31,6 +41,7 @@ class Tally:
     energy_j: float
     time_s: float
     other_gpus: bool = False
+    estimated_j: float = 0.0
 
 
 class Amounts(NamedTuple):
@@ -153,19 +164,58 @@ def default_cost(best_j: float, now: Share) -> ExpectedCost:
     return ExpectedCost(mean_j, (best_j / (1 - now.low), best_j / (1 - now.high)))
 
 
-def saved_since(
-    job: CreatedJob, tallies: Iterable[Tally], judge_of: Callable[[str], Judge], first: int
-) -> dict[str, Saved | None]:
+@dataclass(frozen=True, slots=True)
+class JobVerdict:
+    """The verdict on a job, and other properties that follow from its ended trials; servers store it.
+
+    Attributes:
+        savings: The verdict.
+        bases: Basis of the savings of any period, by field of `Amounts`; None without a shown verdict.
+        stuck: As in `JobView`.
+        drift: As in `JobLine`.
+        advice: Why the job saves nothing and what to do, in words; None for other jobs.
+        trouble: Order of its worst problem: stuck (0), never at the target, loses, costs more than before, none (4).
+    """
+
+    savings: SavingsView
+    bases: Mapping[str, SavingBasis | None]
+    stuck: str | None = None
+    drift: float | None = None
+    advice: str | None = None
+    trouble: int = 4
+
+
+_VERSION = 1  # changes whenever the same trials would result in another `JobVerdict`
+
+
+def verdict_version(policy: str) -> str:
+    """Return the version of the verdicts on jobs with this policy."""
+    return f"{_VERSION}/{find(policy).version}"
+
+
+def no_verdict(job: CreatedJob) -> JobVerdict:
+    """Return the verdict on a job of which none is stored."""
+    return JobVerdict(savings(job, (), None, dict[str, Judge]().__getitem__), dict.fromkeys(Amounts._fields))
+
+
+def saved_since(job: CreatedJob, tallies: Iterable[Tally], verdict: JobVerdict) -> dict[str, Saved | None]:
     """Return the saving of a job in a period, by field of `Amounts`; None for a field without a shown verdict.
 
     Args:
         job: The job.
         tallies: Tallies of its trials that ended in the period; trials on other GPUs are left out.
-        judge_of: As for `savings`.
-        first: Number of runs that `completed_count` counts before the period.
+        verdict: The verdict on the job.
     """
-    wasted = _wasted(job, [tally for tally in tallies if not tally.other_gpus])
-    return {name: judge_of(name).saved(getattr(wasted, name), first) for name in Amounts._fields}
+    if not any(verdict.bases.values()):
+        return dict.fromkeys(verdict.bases)
+    tallies = [tally for tally in tallies if not tally.other_gpus]
+    whole, default, best = list(filter(is_whole_run, tallies)), job.default_batch_size, verdict.savings.batch_size
+    others = [tally for tally in whole if tally.batch_size not in (default, best)]
+    fixed, scaled = (spent_on(job, [each for each in whole if each.batch_size == size]) for size in (default, best))
+    parts = zip(fixed, scaled, spent_on(job, others), _wasted(job, tallies), verdict.bases.values(), strict=True)
+    runs = sum(tally.trials for tally in others)
+    saved = (basis and basis.saved(part[0], part[1], runs, sum(part)) for *part, basis in parts)
+    return dict(zip(verdict.bases, saved, strict=True))
 
 
 def learn(job: CreatedJob, by: Mapping[str, Evidence], trials: Sequence[TrialRecord | CompletedRun]) -> None:

@@ -19,6 +19,7 @@ import zlib
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -151,6 +152,7 @@ class Judge:
 
     def __init__(self, default: int, best: int, budget: float = CONTROLS) -> None:
         self._default, self._best, self._budget = default, best, budget
+        self._compared = default, best
         self._runs: list[Run] = []
         self._first_learned = 0
         self._forget()
@@ -258,52 +260,35 @@ class Judge:
             control_runs=self.forgone_in_words(),
         )
 
-    def saved(self, wasted: float, first: int) -> Saved | None:
-        """Return the saving of the runs from number `first` on, less `wasted`; None unless a verdict is shown."""
+    def basis(self) -> SavingBasis | None:
+        """Return the basis of the saving of any runs; None unless a verdict is shown."""
         word, effect = self.now()
-        if word is SavingsWord.NOT_SHOWN or effect is None:
-            return None
-        taken = wasted + sum(run.amount for run in self._runs[first:])
-        low, middle, high = self._at_default(effect, first)
-        return Saved(
-            taken=taken,
-            low=None if effect.low == -math.inf else low - taken,
-            middle=middle - taken,
-            high=None if effect.high == math.inf else high - taken,
-        )
+        return None if word is SavingsWord.NOT_SHOWN or effect is None else self._basis(effect)
 
     def _saving_so_far(self, effect: Effect, wasted: float) -> Share:
         """Return the saving of all runs, as a share of their amount if all were at the default."""
+        at = {size: sum(run.amount for run in self._runs if run.batch_size == size) for size in self._compared}
+        others = sum(run.batch_size not in self._compared for run in self._runs)
         paid = wasted + sum(run.amount for run in self._runs)
-        low, middle, high = (1 - paid / each for each in self._at_default(effect))
-        return Share(low=None if effect.low == -math.inf else low, middle=middle, high=high)
+        return self._basis(effect).saved(at[self._default], at[self._best], others, paid).share
 
-    def _at_default(self, effect: Effect, first: int = 0) -> tuple[float, float, float]:
-        """Return the amount of the runs from number `first` on at the default: low end, middle and high end.
-
-        A run at the default counts unchanged. A run at the best size would have taken exp(effect) times as much at the
-        default. A run at another size is replaced by the median of the nearest runs at the best size, times
-        exp(effect).
-        """
+    def _basis(self, effect: Effect) -> SavingBasis:
         at_best = [number for number, run in enumerate(self._runs) if run.batch_size == self._best]
-        spread = math.hypot(*self._model.spreads())
-        fixed = sum(run.amount for run in self._runs[first:] if run.batch_size == self._default)
-        scaled = sum(self._runs[number].amount for number in at_best if number >= first)
-        variance = 0.0
+        medians = []
         for number, run in enumerate(self._runs):
-            if number >= first and run.batch_size not in (self._default, self._best) and at_best:
+            if run.batch_size not in self._compared and at_best:
                 place = bisect(at_best, number)
                 around = at_best[max(place - _NEAREST, 0) : place + _NEAREST]
                 nearest = sorted(around, key=lambda other: abs(other - number))[:_NEAREST]
-                median = statistics.median(self._runs[other].amount for other in nearest)
-                scaled += median
-                variance += (_MEDIAN_SPREAD * spread * median) ** 2
-        reach = _NORMAL_90 * math.sqrt(variance)
-
-        def taken(delta: float, error: float) -> float:
-            return fixed + max(scaled + error, 0.0) * math.exp(min(delta, _LARGEST))
-
-        return taken(effect.low, -reach), taken(effect.middle, 0.0), taken(effect.high, reach)
+                medians.append(statistics.median(self._runs[other].amount for other in nearest))
+        spread = _MEDIAN_SPREAD * math.hypot(*self._model.spreads())
+        return SavingBasis(
+            low=None if effect.low == -math.inf else effect.low,
+            middle=effect.middle,
+            high=None if effect.high == math.inf else effect.high,
+            replaced=statistics.fmean(medians or [0.0]),
+            reach=_NORMAL_90 * spread * math.sqrt(statistics.fmean(each**2 for each in medians or [0.0])),
+        )
 
     def _runs_needed(self, effect: Effect) -> int | None:
         """Return the order of magnitude of the runs that would show the effect as estimated now; None if too many."""
@@ -461,6 +446,48 @@ class Saved:
     def _share(self, saved: float) -> float | None:
         at_default = self.taken + saved
         return saved / at_default if at_default > 0 else None
+
+
+class SavingBasis(NamedTuple):
+    """Verdict on an amount (J or s) of a job, from which the saving of any of its runs follows.
+
+    A run at the default counts unchanged. A run at the best size would have taken exp(effect) times as much at the
+    default. A run at another size is replaced by the median of the nearest runs at the best size, times exp(effect).
+
+    Attributes:
+        low: Lower end of the effect; None: no bound known.
+        middle: The effect of the batch size (log).
+        high: Upper end; None: no bound known.
+        replaced: Mean of the medians that replace runs at other sizes.
+        reach: Half of the 90 % interval of such a median.
+    """
+
+    low: float | None
+    middle: float
+    high: float | None
+    replaced: float
+    reach: float
+
+    def saved(self, fixed: float, scaled: float, others: int, taken: float) -> Saved:
+        """Return the saving of runs that took `taken`, together with trials that missed the target.
+
+        Args:
+            fixed: Amount of those at the default.
+            scaled: Amount of those at the best size.
+            others: Number of those at other sizes.
+            taken: Amount of all.
+        """
+
+        def saving(effect: float, error: float) -> float:
+            at_best = max(scaled + others * self.replaced + error * self.reach * math.sqrt(others), 0.0)
+            return fixed + at_best * math.exp(min(effect, _LARGEST)) - taken
+
+        return Saved(
+            taken=taken,
+            low=None if self.low is None else saving(self.low, -1),
+            middle=saving(self.middle, 0),
+            high=None if self.high is None else saving(self.high, 1),
+        )
 
 
 def total(parts: Iterable[Saved | None]) -> Saved | None:

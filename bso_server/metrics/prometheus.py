@@ -16,6 +16,7 @@ from contextvars import Context
 from fnmatch import fnmatchcase
 from functools import partial
 from http import HTTPMethod
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -163,21 +164,21 @@ _FAMILIES = {
     "zeus_bso_unnamed_jobs": ("Jobs matched by ZEUS_BSO_METRICS_JOBS beyond the first 200, which have no metrics.", ()),
 }
 
-# Fields of `JobTotals` behind the sums over all jobs, and behind the metrics of a job.
-_SUMS = {
-    "zeus_bso_silent_trials": "silent",
-    "zeus_bso_stuck_jobs": "is_stuck",
-    "zeus_bso_energy_joules": "energy_j",
-    "zeus_bso_saved_energy_joules": "saved_energy_j",
-    "zeus_bso_saved_time_seconds": "saved_time_s",
-    "zeus_bso_saved_cost_joules": "saved_cost_j",
+# Figures of a job behind the sums over all jobs, and behind the metrics of a job.
+_SUMS: dict[str, Callable[[JobTotals], float | None]] = {
+    "zeus_bso_silent_trials": attrgetter("silent"),
+    "zeus_bso_stuck_jobs": lambda job: job.verdict.stuck is not None,
+    "zeus_bso_energy_joules": attrgetter("energy_j"),
+    "zeus_bso_saved_energy_joules": attrgetter("verdict.savings.energy_j.saved"),
+    "zeus_bso_saved_time_seconds": attrgetter("verdict.savings.time_s.saved"),
+    "zeus_bso_saved_cost_joules": attrgetter("verdict.savings.cost_j.saved"),
 }
-_OF_A_JOB = {
-    "zeus_bso_job_energy_joules": "energy_j",
-    "zeus_bso_job_saved_energy_joules": "saved_energy_j",
-    "zeus_bso_job_saved_cost_joules": "saved_cost_j",
-    "zeus_bso_job_stuck": "is_stuck",
-    "zeus_bso_job_cost_change": "drift",
+_OF_A_JOB: dict[str, Callable[[JobTotals], float | None]] = {
+    "zeus_bso_job_energy_joules": _SUMS["zeus_bso_energy_joules"],
+    "zeus_bso_job_saved_energy_joules": _SUMS["zeus_bso_saved_energy_joules"],
+    "zeus_bso_job_saved_cost_joules": _SUMS["zeus_bso_saved_cost_joules"],
+    "zeus_bso_job_stuck": _SUMS["zeus_bso_stuck_jobs"],
+    "zeus_bso_job_cost_change": attrgetter("verdict.drift"),
 }
 _SIGN_OF = {SavingsWord.SAVES: 1, SavingsWord.NOT_SHOWN: 0, SavingsWord.LOSES: -1}
 
@@ -252,7 +253,7 @@ def samples_of(totals: Mapping[str, JobTotals], named: str | None) -> Samples:
     verdicts: dict[str, int] = dict.fromkeys(SavingsWord, 0)
     for each in totals.values():
         jobs[each.policy, each.stage] = jobs.get((each.policy, each.stage), 0) + 1
-        verdicts[each.verdict] += 1
+        verdicts[each.verdict.savings.word] += 1
         for state, count in each.trials.items():
             trials[state] += count
     samples: Samples = {
@@ -260,21 +261,23 @@ def samples_of(totals: Mapping[str, JobTotals], named: str | None) -> Samples:
         "zeus_bso_verdicts": [([word], count) for word, count in verdicts.items()],
         "zeus_bso_trials": [([state], count) for state, count in trials.items()],
         "zeus_bso_cost_changed_jobs": [
-            (["more"], sum((each.drift or 0) > 0 for each in totals.values())),
-            (["less"], sum((each.drift or 0) < 0 for each in totals.values())),
+            (["more"], sum((each.verdict.drift or 0) > 0 for each in totals.values())),
+            (["less"], sum((each.verdict.drift or 0) < 0 for each in totals.values())),
         ],
     }
     for name, total in _SUMS.items():
-        samples[name] = [([], sum(getattr(each, total) or 0 for each in totals.values()))]
+        samples[name] = [([], sum(total(each) or 0 for each in totals.values()))]
     if named is not None:
         matching = [job_id for job_id in totals if fnmatchcase(job_id, named)]
         shown = {job_id: totals[job_id] for job_id in matching[:MOST_JOBS]}
         samples["zeus_bso_job_trials"] = [
             ([job_id, state], count) for job_id, job in shown.items() for state, count in job.trials.items()
         ]
-        samples["zeus_bso_job_verdict"] = [([job_id], _SIGN_OF[job.verdict]) for job_id, job in shown.items()]
+        samples["zeus_bso_job_verdict"] = [
+            ([job_id], _SIGN_OF[job.verdict.savings.word]) for job_id, job in shown.items()
+        ]
         for name, total in _OF_A_JOB.items():
-            values = {job_id: getattr(job, total) for job_id, job in shown.items()}
+            values = {job_id: total(job) for job_id, job in shown.items()}
             samples[name] = [([job_id], value) for job_id, value in values.items() if value is not None]
         samples["zeus_bso_unnamed_jobs"] = [([], len(matching) - len(shown))]
     return samples

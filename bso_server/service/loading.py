@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bso_server.core.access import Caller
 from bso_server.core.job import replay
 from bso_server.core.model import Arm, History, TrialRecord, arms_after, is_counted_exploration
-from bso_server.core.policy import expectations, find, memory_after
+from bso_server.core.policy import find, memory_after
 from bso_server.errors import ComputeFirstError, UnknownJobError, UnknownTrialError
 from bso_server.service.refusals import log_replaced, refuse_message
 from bso_server.storage import queries
@@ -126,17 +126,17 @@ def _read_to_learn(job_id: str, transaction: Transaction) -> Callable[[], Callab
 
 def _save_unless_outdated(job: StoredJob, memory: StoredMemory, transaction: Transaction) -> None:
     """Save a memory that follows from the job as it was read."""
-    now, policy = transaction.locked_job(job.job_id), find(job.registration.policy)
-    # A revision, a new target and a discarded trial change at least one of the two values.
-    is_same = now is not None and (now.registration, now.folded_event) == (job.registration, job.folded_event)
+    policy = find(job.registration.policy)
     # A revision before `_read_to_learn` may have given the job a policy without a memory.
-    if is_same and policy.memory is not None:
+    if is_unchanged(transaction, job) and policy.memory is not None:
         transaction.save_memory(memory, policy)
 
 
-def best_size(transaction: Transaction, job: StoredJob) -> int | None:
-    """Return the best batch size; None before a run has reached the target, and if the policy is not installed."""
-    return expectations(load_history(transaction, job)).best
+def is_unchanged(transaction: Transaction, job: StoredJob) -> bool:
+    """Lock a job; return True unless its past has changed since it was read."""
+    now = transaction.locked_job(job.job_id)
+    # A revision, a new target and a discarded trial change at least one of the two values.
+    return now is not None and (now.registration, now.folded_event) == (job.registration, job.folded_event)
 
 
 @dataclass(frozen=True, slots=True)

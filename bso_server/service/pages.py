@@ -12,21 +12,18 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
-from operator import attrgetter
 from statistics import fmean
 from typing import TypeVar
 
 from bso_server.core.gp_voi.prior import CONSTANTS
-from bso_server.core.gp_voi.run_costs import drift_of
 from bso_server.core.model import TrialRecord
 from bso_server.core.policy import stop_rule
-from bso_server.core.savings import Tally, is_whole_run
+from bso_server.core.savings import Tally, is_whole_run, no_verdict
 from bso_server.service import reading
 from bso_server.service.cache import Cache
 from bso_server.service.commands import utc_now
-from bso_server.service.loading import best_size, known_job, known_trial, load_history
+from bso_server.service.loading import known_job, known_trial, load_history
 from bso_server.service.revisions import terms_of
-from bso_server.service.savings import savings_of
 from bso_server.service.views import (
     CostUnit,
     FleetPage,
@@ -48,8 +45,6 @@ POINTS_OF_A_JOB = 1000
 TRIALS_IN_THE_LOG = 50
 _SURE = 2  # runs that met their target at the first report
 _SPARKS = 30
-# The last two runs are compared with earlier ones among this number of a job's latest events.
-_COMPARED_EVENTS = 80
 _CACHED_LINES = 2000
 
 View = TypeVar("View", JobsPage, JobPage, TrialPage, FleetPage)
@@ -72,19 +67,19 @@ class Pages:
         cursor: str | None = None,
         known: str | None = None,
     ) -> Found[JobsPage]:
-        """Return a page of jobs whose ids contain a text, after the job `cursor`."""
+        """Return a page of jobs whose ids contain a text, after the place `cursor`."""
         limit = JOBS_ON_A_PAGE + 1
         found = queries.job_versions(transaction, containing=containing, after=cursor, limit=limit)
         shown = found[:JOBS_ON_A_PAGE]
-        silent = self._silent(transaction, [job_id for job_id, _ in shown])
+        silent = self._silent(transaction, [place[1:] for place, _ in shown])
         version = digest([containing, cursor, len(found), shown, silent])
         if version == known:
             return version, None
-        lines = [self._line(transaction, job_id, own) for job_id, own in shown]
+        lines = [self._line(transaction, place[1:], own) for place, own in shown]
         lines = [line.model_copy(update={"running": line.running - silent.get(line.job.job_id, 0)}) for line in lines]
         next_cursor = shown[-1][0] if len(found) > len(shown) else None
         return version, JobsPage(
-            jobs=tuple(sorted(lines, key=attrgetter("trouble"))),
+            jobs=tuple(lines),
             next_cursor=next_cursor,
             containing=containing,
             tariff=self._tariff,
@@ -178,37 +173,27 @@ def _as_of(trial: TrialTotals, event: int) -> TrialTotals:
 
 def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
     alive = queries.alive_trials(transaction, stored.job_id)
-    best = best_size(transaction, stored)
     latest = queries.latest_instants(transaction, stored.job_id, limit=_SPARKS)
     totals = queries.trial_totals(transaction, stored.job_id, limit=_SPARKS)
-    tallies = queries.tallies(transaction, stored.job_id)
-    stuck, drift = troubles(transaction, stored)
+    tallies, kept = queries.tallies(transaction, stored.job_id), transaction.verdict(stored)
+    verdict = kept[1] if kept else no_verdict(stored.registration)
     return JobLine(
         job=reading.job_summary(stored),
         gpu_model=stored.registration.gpu_model,
         default_batch_size=stored.registration.default_batch_size,
-        best_batch_size=best,
+        best_batch_size=verdict.savings.batch_size,
         running=_running(alive),
         last_activity_at=max([*latest, *_instants(stored, alive)]),
-        savings=savings_of(transaction, stored, tallies, best),
+        savings=verdict.savings,
         latest=_points(stored.registration, totals),
         energy_sources=_sources_of(totals),
         trial_states=dict(reading.trial_states(tallies)),
         best_metric=_best_metric(transaction, stored.registration, tallies),
-        stuck=stuck,
-        drift=drift,
+        stuck=verdict.stuck,
+        drift=verdict.drift,
         meets_at_once=queries.met_at_once(transaction, stored.registration) >= _SURE,
+        trouble=verdict.trouble,
     )
-
-
-def troubles(transaction: Transaction, stored: StoredJob) -> tuple[str | None, float | None]:
-    """Return the fields `stuck` and `drift` of a job's `JobLine`."""
-    recent = max(stored.revised_event, stored.event_count - _COMPARED_EVENTS)
-    reached = queries.completed_runs(transaction, stored.job_id, since=recent)
-    # Only a job without a run at the target can be stuck.
-    is_stuck = stored.min_cost_j is None
-    stuck = reading.stuck_advice(transaction, load_history(transaction, stored)) if is_stuck else None
-    return stuck, drift_of(stored.registration, reached)
 
 
 def _running(alive: Sequence[TrialRecord]) -> int:

@@ -271,7 +271,7 @@ def job_view(
         owner=stored.owner,
         shared=stored.shared,
         revisions=transaction.revisions(stored.job_id) if stored.revised_event else (),
-        stuck=stuck_advice(transaction, history),
+        stuck=stuck_advice(history, {} if history.recurrences else queries.missed_metrics(transaction, history.job)),
     )
 
 
@@ -300,12 +300,14 @@ def cost_unit(job: CreatedJob, arms: Sequence[ArmView]) -> CostUnit | None:
     return CostUnit(batch_size=size, cost_j=costs_j[size])
 
 
-def stuck_advice(transaction: Transaction, history: History) -> str | None:
-    """Return advice for a job of which every batch size has missed the target; None of any other job."""
+def stuck_advice(history: History, missed: Mapping[int, float | None]) -> str | None:
+    """Return advice for a job of which every batch size has missed the target; None of any other job.
+
+    `missed` is by `queries.missed_metrics`.
+    """
     job = history.job
     if job.target_metric is None or history.recurrences or not history.runnable_sizes:
         return None
-    missed = queries.missed_metrics(transaction, job)
     if not history.runnable_sizes <= missed.keys():
         return None
     monitor = None if job.fingerprint is None else job.fingerprint.monitor

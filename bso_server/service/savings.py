@@ -15,10 +15,9 @@ from datetime import datetime
 import numpy as np
 
 from bso_server.core import policy
-from bso_server.core import savings as core
 from bso_server.core.model import Arm, History, Suggestion
 from bso_server.core.savings import Amounts, Tally, completed_count, default_cost, learn, savings
-from bso_server.core.verdict import CompletedRun, Evidence, Judge, Saved, Verdict, with_control
+from bso_server.core.verdict import CompletedRun, Evidence, Judge, with_control
 from bso_server.service.cache import Cache
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob
@@ -39,45 +38,54 @@ class Learned:
         self._job = job
         self._count = 0
 
-    def follows(self, found: Sequence[CompletedRun], completed: int) -> bool:
-        """Add the runs that follow the last learned run; return False unless the evidence then has `completed` runs."""
-        if self.last is not None:
-            if self.last not in found:
-                return False
-            found = found[found.index(self.last) + 1 :]
-        if self._count + len(found) != completed:
-            return False
-        self.add(found)
-        return True
+    def rest(self, found: Sequence[CompletedRun]) -> Sequence[CompletedRun]:
+        """Return the runs that follow the last learned run, which may be later than all of them."""
+        if self.last is None:
+            return found
+        return found[found.index(self.last) + 1 :] if self.last in found else ()
 
-    def add(self, found: Sequence[CompletedRun]) -> None:
-        """Add runs."""
-        learn(self._job, self.by, found)
-        self._count += len(found)
-        self.last = found[-1] if found else self.last
+    def is_followed_by(self, found: Sequence[CompletedRun], completed: int) -> bool:
+        """Return True if the evidence with the runs that follow the last learned run has `completed` runs."""
+        is_known = self.last is None or self.last in found
+        return is_known and self._count + len(self.rest(found)) == completed
+
+    def learn(self, found: Sequence[CompletedRun]) -> None:
+        """Add the runs that follow the last learned run."""
+        new = self.rest(found)
+        learn(self._job, self.by, new)
+        self._count += len(new)
+        self.last = new[-1] if new else self.last
 
 
 # A new target and a revision change the costs of earlier runs.
 _learned = Cache[tuple[str, str | None, datetime, float | None, int], Learned](_JOBS)
 
 
-@contextmanager
-def _evidence(transaction: Transaction, stored: StoredJob, completed: int) -> Iterator[Learned]:
-    """Provide the evidence of a job with this number of completed runs; do not use the database in the context."""
+def read_evidence(
+    transaction: Transaction, stored: StoredJob, completed: int
+) -> tuple[Learned, Sequence[CompletedRun]]:
+    """Return the evidence of a job, and runs with which it has this number of completed runs once it learns them."""
     job = stored.registration
     key = job.job_id, job.registration_id, stored.created_at, job.target_metric, stored.revised_event
     learned = _learned.get(key)
     if learned is not None:
-        since = 0 if learned.last is None else learned.last.ended_event
+        with learned.lock:
+            since = 0 if learned.last is None else learned.last.ended_event
         found = queries.completed_runs(transaction, job.job_id, since=since)
         with learned.lock:
-            if learned.follows(found, completed):
-                yield learned
-                return
+            if learned.is_followed_by(found, completed):
+                return learned, found
     learned = Learned(job)
-    learned.add(queries.completed_runs(transaction, job.job_id, since=0))
     _learned.put(key, learned)
+    return learned, queries.completed_runs(transaction, job.job_id, since=0)
+
+
+@contextmanager
+def _evidence(transaction: Transaction, stored: StoredJob, completed: int) -> Iterator[Learned]:
+    """Provide the evidence of a job with this number of completed runs; do not use the database in the context."""
+    learned, found = read_evidence(transaction, stored, completed)
     with learned.lock:
+        learned.learn(found)
         yield learned
 
 
@@ -86,21 +94,6 @@ def savings_of(transaction: Transaction, stored: StoredJob, tallies: Sequence[Ta
     job = stored.registration
     with _evidence(transaction, stored, completed_count(tallies)) as learned:
         return savings(job, tallies, best, lambda name: learned.by[name].judge(best or job.default_batch_size))
-
-
-def saved_since(
-    transaction: Transaction, stored: StoredJob, recent: Sequence[queries.Recent], best: int
-) -> tuple[dict[str, Saved | None], Verdict]:
-    """Return what a job has saved in a period, as `core.savings.saved_since`, and the present verdict on its cost."""
-    tallies = [each.tally for each in recent]
-    completed = completed_count(replace(each.tally, trials=each.all_trials) for each in recent)
-    with _evidence(transaction, stored, completed) as learned:
-
-        def judge_of(name: str) -> Judge:
-            return learned.by[name].judge(best)
-
-        first = completed - completed_count(tallies)
-        return core.saved_since(stored.registration, tallies, judge_of, first), judge_of("cost_j").verdict()
 
 
 def evidence_for(transaction: Transaction, stored: StoredJob, arms: Mapping[int, Arm]) -> Learned:

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bso_server.core.model import MISSED
 from bso_server.core.verdict import Saved
 from zeus_plugins.protocol import (
     CreatedJob,
@@ -142,24 +141,19 @@ class JobLine(WireMessage):
     stuck: str | None  # as in `JobView`
     drift: float | None  # share by which the last two runs cost more (negative: less); None if that may be chance
     meets_at_once: bool = False  # True if the first report of two runs has met the target
+    trouble: int  # as in `core.savings.JobVerdict`
 
     @property
     def has_missed(self) -> bool:
         """True if runs of the job have ended, but none at the target."""
-        return TrialState.COMPLETED not in self.trial_states and not MISSED.isdisjoint(self.trial_states)
-
-    @property
-    def trouble(self) -> int:
-        """Order of the job's worst problem: stuck (0), never at the target, loses, costs more than before, none (4)."""
-        loses, costs_more = self.savings.word is SavingsWord.LOSES, (self.drift or 0.0) > 0
-        return [self.stuck is not None, self.has_missed, loses, costs_more, True].index(True)
+        return self.trouble < 2
 
 
 class JobsPage(WireMessage):
-    """The page ``/ui/`` and its JSON: a page of the jobs by id, ordered by `trouble`."""
+    """The page ``/ui/`` and its JSON: a page of all jobs, ordered by `trouble`, then by id."""
 
     jobs: tuple[JobLine, ...]
-    next_cursor: str | None  # the id after which the next page begins
+    next_cursor: str | None  # the place after which the next page begins
     containing: str | None  # the text that all ids contain
     tariff: Tariff
 
@@ -209,7 +203,8 @@ class TrialPage(WireMessage):
     tariff: Tariff
 
 
-class FleetSum(WireMessage):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSum:
     """Jobs with trials that ended in the period of a report, and what these trials took and saved.
 
     Attributes:
@@ -241,6 +236,7 @@ class FleetSum(WireMessage):
     time_saved_s: Saved | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetJob(FleetSum):
     """One job in a report.
 
@@ -277,6 +273,7 @@ class FleetPage(WireMessage):
         costliest: Jobs that used the most energy.
         idle: Jobs that lose or save nothing, by energy; `idle_jobs` is their number.
         stuck: Jobs of which every batch size has missed the target, by energy; `stuck_jobs` is their number.
+        outdated: Number of jobs of which the verdict does not include the latest runs yet.
     """
 
     since: Instant
@@ -291,4 +288,5 @@ class FleetPage(WireMessage):
     idle_jobs: int
     stuck: tuple[FleetJob, ...]
     stuck_jobs: int
+    outdated: int
     tariff: Tariff

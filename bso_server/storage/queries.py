@@ -10,10 +10,11 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, RowMapping, Table, and_, case, func, or_, select
+from pydantic import TypeAdapter
+from sqlalchemy import ColumnElement, RowMapping, Table, Text, and_, case, false, func, not_, or_, select, type_coerce
 
 from bso_server.core.model import TrialRecord
-from bso_server.core.savings import Tally
+from bso_server.core.savings import JobVerdict, Tally, no_verdict, verdict_version
 from bso_server.core.verdict import CompletedRun
 from bso_server.storage.rows import (
     StoredDecision,
@@ -25,9 +26,11 @@ from bso_server.storage.rows import (
     job_from,
     trial_from,
 )
-from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials
+from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials, verdicts
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import ALIVE, CreatedJob, EndReason, Origin, Stage, TrialState
+
+_VERDICT = TypeAdapter(JobVerdict)
 
 # Largest value of an integer column.
 MAX_INTEGER = 2**31 - 1
@@ -73,44 +76,60 @@ def latest_instants(transaction: Transaction, job_id: str, *, limit: int) -> lis
 
 def tallies(transaction: Transaction, job_id: str) -> list[Tally]:
     """Return counts and sums over the trials of a job, grouped by size, state, origin and `other_gpus`."""
+    return _tallies(transaction, job_id, job_id, None).get(job_id, [])
+
+
+def _tallies(transaction: Transaction, first: str, last: str, since: datetime | None) -> dict[str, list[Tally]]:
+    """Return tallies of the jobs from id `first` to `last`, of all trials or those that ended after `since`."""
     table = trials.c
     kinds = table.batch_size, table.state, table.origin
-    grouped = *kinds, table.other_gpus
-    # A sum over trials without reports is null.
-    sums = [func.coalesce(func.sum(each), 0.0) for each in (table.energy_j, table.time_s)]
-    statement = select(*kinds, func.count(), *sums, table.other_gpus).where(table.job_id == job_id).group_by(*grouped)
-    return [Tally(*row) for row in map(tuple, transaction.tuples(statement))]
-
-
-class Recent(NamedTuple):
-    """Trials of one kind: the tally of those that ended in a period, their estimated joules, and the number of all."""
-
-    tally: Tally
-    estimated_j: float
-    all_trials: int
-
-
-def recent_tallies(transaction: Transaction, job_ids: Sequence[str], since: datetime) -> dict[str, list[Recent]]:
-    """Return counts and sums over the trials that ended after `since`, by job, grouped like `tallies`."""
-    table = trials.c
-    kinds = table.job_id, table.batch_size, table.state, table.origin, table.other_gpus
-    is_recent = table.ended_at > since
     # The same condition as in `protocol.is_estimated`.
-    is_estimated = and_(is_recent, table.energy_source.contains("estimate"))
-    sums = [
-        func.coalesce(func.sum(case((chosen, value), else_=0)), 0)
-        for chosen, value in (
-            *((is_recent, each) for each in (1, table.energy_j, table.time_s)),
-            (is_estimated, table.energy_j),
-        )
-    ]
-    statement = select(*kinds, func.count(), *sums).where(table.job_id.in_(job_ids)).group_by(*kinds)
-    found: dict[str, list[Recent]] = {}
-    for job_id, size, state, origin, other_gpus, count, *values in map(tuple, transaction.tuples(statement)):
-        recent, energy_j, time_s, estimated_j = map(float, values)
-        tally = Tally(size, state, origin, int(recent), energy_j, time_s, other_gpus)
-        found.setdefault(job_id, []).append(Recent(tally, estimated_j, count))
+    estimated_j = case((table.energy_source.contains("estimate"), table.energy_j), else_=0.0)
+    # A sum over trials without reports is null.
+    sums = [func.coalesce(func.sum(each), 0.0) for each in (table.energy_j, table.time_s, estimated_j)]
+    columns = table.job_id, *kinds, func.count(), *sums[:2], table.other_gpus, sums[2]
+    statement = select(*columns).where(table.job_id.between(first, last))
+    if since is not None:
+        statement = statement.where(table.ended_at > since)
+    found: dict[str, list[Tally]] = {}
+    for row in map(tuple, transaction.tuples(statement.group_by(table.job_id, *kinds, table.other_gpus))):
+        found.setdefault(row[0], []).append(Tally(*row[1:]))
     return found
+
+
+class Judged(NamedTuple):
+    """Row of a job with the stored verdict, and tallies of its trials; properties parse its texts, at each call."""
+
+    job_id: str
+    owner: str | None
+    policy: str
+    bandit_entered_event: int | None
+    spec: str
+    fingerprint: str | None
+    version: str | None
+    text: str | None
+    tallies: Sequence[Tally]
+
+    @property
+    def job(self) -> CreatedJob:
+        """The terms of the job, without a target that was set later and without the fingerprint."""
+        return CreatedJob.model_validate_json(self.spec)
+
+    @property
+    def verdict(self) -> JobVerdict:
+        """The verdict, which may lack the latest trials."""
+        is_known = self.text is not None and self.version == verdict_version(self.policy)
+        return _VERDICT.validate_json(self.text or "") if is_known else no_verdict(self.job)
+
+
+def judged_jobs(transaction: Transaction, *, after: str, limit: int, since: datetime | None = None) -> list[Judged]:
+    """Return a page of jobs, with all trials or those that ended after `since`; `after` is the last id before."""
+    table, stored = jobs.c, verdicts.c
+    columns = table.job_id, table.owner, table.policy, table.bandit_entered_event, table.spec, table.fingerprint
+    statement = select(*columns, stored.version, type_coerce(stored.verdict, Text)).outerjoin_from(jobs, verdicts)
+    rows = transaction.tuples(statement.where(table.job_id > after).order_by(table.job_id).limit(limit))
+    tallies = _tallies(transaction, rows[0][0], rows[-1][0], since) if rows else {}
+    return [Judged._make((*row, tallies.get(row[0], []))) for row in map(tuple, rows)]
 
 
 def missed_metrics(transaction: Transaction, job: CreatedJob) -> dict[int, float | None]:
@@ -170,21 +189,37 @@ def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialReco
 def job_versions(
     transaction: Transaction, *, containing: str | None, after: str | None, limit: int
 ) -> list[tuple[str, str]]:
-    """Return a page of the jobs, ordered by id: each id, and a text that changes whenever the job's line changes.
+    """Return a page of the jobs: each job's place, and a text that changes whenever the job's line changes.
 
-    `after` is the last id of the page before. To read whole records would take several times as long, and most callers
-    have cached them.
+    A place is the digit `trouble` of the job's stored verdict with the id behind it; jobs are ordered by both. `after`
+    is the last place of the page before. To read whole records would take several times as long, and most callers have
+    cached them.
     """
-    table = jobs.c
+    table, trouble = jobs.c, func.coalesce(verdicts.c.trouble, 4)
     columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared
-    statement = select(*columns, table.target_metric).order_by(table.job_id).limit(limit)
+    statement = select(trouble, *columns, table.target_metric, verdicts.c.event, verdicts.c.version)
+    statement = statement.outerjoin_from(jobs, verdicts).order_by(trouble, table.job_id).limit(limit)
     if containing:
         statement = statement.where(table.job_id.contains(containing, autoescape=True))
-    if after is not None:
-        statement = statement.where(table.job_id > after)
+    if after and after[0].isdecimal():
+        last = int(after[0])
+        statement = statement.where(or_(trouble > last, and_(trouble == last, table.job_id > after[1:])))
     found = [tuple(row) for row in transaction.tuples(statement)]
-    changing = _changing_trials(transaction, [row[0] for row in found])
-    return [(row[0], repr((row, changing.get(row[0])))) for row in found]
+    changing = _changing_trials(transaction, [row[1] for row in found])
+    return [(f"{row[0]}{row[1]}", repr((row, changing.get(row[1])))) for row in found]
+
+
+def outdated_verdicts(transaction: Transaction) -> list[tuple[str, int]]:
+    """Return the jobs whose verdict is missing, of another version, or lacks ended trials, with their trial counts."""
+    table, stored = jobs.c, verdicts.c
+    policies = [policy for (policy,) in transaction.tuples(select(table.policy).distinct())]
+    versions = [and_(table.policy == policy, stored.version == verdict_version(policy)) for policy in policies]
+    later = select(trials.c.trial_number).where(trials.c.job_id == table.job_id, trials.c.ended_event > stored.event)
+    is_outdated = or_(
+        stored.job_id.is_(None), not_(or_(false(), *versions)), and_(table.event_count > stored.event, later.exists())
+    )
+    found = select(table.job_id, table.trial_count).outerjoin_from(jobs, verdicts).where(is_outdated)
+    return [(job_id, count) for job_id, count in map(tuple, transaction.tuples(found))]
 
 
 def _changing_trials(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, list[Any]]:

@@ -379,13 +379,19 @@ class Store:
             try:
                 return await attempt()
             except ComputeFirstError as needed:
-                task = self._computed.get(needed.key)
-                if task is None:
-                    task = self._computed[needed.key] = asyncio.create_task(self._compute(needed), context=Context())
-                done, _ = await asyncio.wait({task}, timeout=deadline.left_s)
-                if not done:
-                    raise
-                task.result()
+                await self._shared(needed, deadline)
+
+    async def _shared(self, needed: ComputeFirstError, deadline: Deadline) -> None:
+        task = self._computed.get(needed.key)
+        if task is None:
+            task = self._computed[needed.key] = asyncio.create_task(self._compute(needed), context=Context())
+        done, _ = await asyncio.wait({task}, timeout=deadline.left_s)
+        if not done:
+            raise needed
+        try:
+            task.result()
+        except ComputeFirstError as earlier:
+            await self._shared(earlier, deadline)
 
     async def _compute(self, needed: ComputeFirstError) -> None:
         try:
@@ -465,6 +471,9 @@ class Store:
                         retries.succeeded()
                         outcome = Outcome.COMMITTED
                         break
+            except ComputeFirstError:
+                outcome = Outcome.COMMITTED  # no refusal: a later transaction gives the answer
+                raise
             except BsoError as error:
                 is_away = isinstance(error, (DatabaseUnavailableError, DatabaseNotReadyError))
                 outcome = Outcome.UNAVAILABLE if is_away else Outcome.REFUSED

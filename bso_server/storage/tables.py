@@ -1,7 +1,7 @@
 """Tables of facts, and of caches.
 
-`arms`, `policy_memories` and the columns marked as caches can be computed from the facts. They save
-reading all trials of a job.
+`arms`, `policy_memories`, `verdicts` and the columns marked as caches can be computed from the facts. They save reading
+all trials of a job.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
 
 from bso_server.core.model import Arm, Deviations
+from bso_server.core.savings import JobVerdict
 from zeus_plugins.protocol import Change, EndReason, Origin, PowerLimitSample, TrialState
 
 metadata = sa.MetaData()
@@ -257,6 +258,21 @@ policy_memories = sa.Table(
     # The memory includes the trials that ended up to this event.
     sa.Column("folded_event", sa.Integer, nullable=False),
     sa.Column("memory", LongText, nullable=False),
+    **_MYSQL,
+)
+
+# Cache of `service.verdicts`.
+verdicts = sa.Table(
+    "verdicts",
+    metadata,
+    sa.Column("job_id", sa.String(255), sa.ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
+    # Other versions compute their own verdict (`core.savings.verdict_version`).
+    sa.Column("version", sa.String(80), nullable=False),
+    # The verdict includes the trials that ended up to this event.
+    sa.Column("event", sa.Integer, nullable=False),
+    # A copy of the verdict's field, by which jobs are ordered.
+    sa.Column("trouble", sa.Integer, nullable=False),
+    sa.Column("verdict", Json(JobVerdict), nullable=False),
     **_MYSQL,
 )
 

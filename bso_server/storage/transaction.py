@@ -22,6 +22,7 @@ from bso_server.core.job import CRASH_REASONS, Crash, Crashes
 from bso_server.core.model import OBSERVED, UNCOUNTED, Arm, TrialKey, TrialRecord
 from bso_server.core.occurrences import Listener, Occurrence, nobody
 from bso_server.core.policy import Policy, bandit_entered_from_the_start
+from bso_server.core.savings import JobVerdict, verdict_version
 from bso_server.storage.faults import JobExistsError
 from bso_server.storage.rows import (
     TRIAL_AT_TRANSITION,
@@ -51,6 +52,7 @@ from bso_server.storage.tables import (
     revisions,
     tokens,
     trials,
+    verdicts,
     write_probes,
 )
 from zeus_plugins.protocol import ALIVE, CreatedJob, Fingerprint, Origin, Revision, TrialState
@@ -110,6 +112,9 @@ _JOB = sa.select(jobs).where(jobs.c.job_id == sa.bindparam("job_id"))
 _LOCKED_JOB, _LOCKED_JOB_OR_NONE = _JOB.with_for_update(), _JOB.with_for_update(skip_locked=True)
 _ARMS = sa.select(arms).where(arms.c.job_id == sa.bindparam("job_id")).order_by(arms.c.batch_size)
 _MEMORY = sa.select(policy_memories).where(policy_memories.c.job_id == sa.bindparam("job_id"))
+_VERDICT = sa.select(verdicts.c.event, verdicts.c.verdict).where(
+    verdicts.c.job_id == sa.bindparam("job_id"), verdicts.c.version == sa.bindparam("version")
+)
 _REVISIONS = sa.select(revisions).where(revisions.c.job_id == sa.bindparam("job_id")).order_by(revisions.c.revision)
 _TOKEN = sa.select(tokens).where(tokens.c.token_id == sa.bindparam("token_id"))
 _NEWEST_POWER_PROFILE = (
@@ -319,8 +324,20 @@ class Transaction:
             self.connection.execute(sa.insert(policy_memories), row)
 
     def forget_memory(self, job_id: str) -> None:
-        """Delete the policy's memory of a locked job; the next decision computes it again."""
-        self.connection.execute(sa.delete(policy_memories).where(policy_memories.c.job_id == job_id))
+        """Delete the policy's memory and the verdict of a locked job; they are computed again when they are needed."""
+        for table in (policy_memories, verdicts):
+            self.connection.execute(sa.delete(table).where(table.c.job_id == job_id))
+
+    def verdict(self, job: StoredJob) -> tuple[int, JobVerdict] | None:
+        """Return the stored verdict on a job, and the event up to which it includes the ends of trials, or None."""
+        found = self.rows(_VERDICT, job_id=job.job_id, version=verdict_version(job.registration.policy))
+        return (found[0]["event"], found[0]["verdict"]) if found else None
+
+    def save_verdict(self, job: StoredJob, verdict: JobVerdict) -> None:
+        """Replace the verdict on a locked job, which includes the ends of its trials up to the job's event count."""
+        self.connection.execute(sa.delete(verdicts).where(verdicts.c.job_id == job.job_id))
+        row = {"version": verdict_version(job.registration.policy), "event": job.event_count, "verdict": verdict}
+        self.connection.execute(sa.insert(verdicts).values(job_id=job.job_id, trouble=verdict.trouble, **row))
 
     def insert_job(
         self,

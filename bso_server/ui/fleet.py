@@ -51,8 +51,10 @@ def headline(page: FleetPage) -> Headline:
         parts.append(f"{unknown} {'is' if unknown == 1 else 'are'} not shown yet")
     used = f"{units.count(jobs.jobs, 'job')} used {_energy(page)(jobs.energy_j)}{_mark(jobs)}"
     saved = [_amount(each, kind) for _, each, kind in _measures(page, jobs) if each is not None and each.is_shown]
-    net = f"Saved against the default batch sizes: {', '.join(saved)}." if saved else ""
-    return Headline(f"{period}, {used}; {', '.join(parts)}.", net)
+    net = [f"Saved against the default batch sizes: {', '.join(saved)}."] if saved else []
+    if page.outdated:
+        net.append(f"The verdicts on {units.count(page.outdated, 'job')} do not include the latest runs yet.")
+    return Headline(f"{period}, {used}; {', '.join(parts)}.", " ".join(net))
 
 
 def _unknown(jobs: FleetSum) -> int:

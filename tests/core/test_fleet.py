@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.core.savings import Amounts, Tally, saved_since, savings
+from bso_server.core.savings import Amounts, JobVerdict, Tally, saved_since, savings
 from bso_server.core.verdict import Evidence, Run, Saved, total
 from bso_server.service.fleet import fleet_page
 from bso_server.service.views import FleetJob, Tariff
@@ -67,7 +67,7 @@ def job_of(number: int, owner: str | None, energy_j: float, saved: Saved | None)
 @given(st.lists(st.tuples(st.none() | st.text("abc", max_size=2), AMOUNTS, st.none() | SAVED), max_size=30))
 def test_groups_add_up_to_the_total(parts: list[tuple[str | None, float, Saved | None]]) -> None:
     jobs = [job_of(number, *part) for number, part in enumerate(parts)]
-    page = fleet_page(jobs, "owner", NOW - timedelta(days=30), NOW, Tariff())
+    page = fleet_page(jobs, "owner", NOW - timedelta(days=30), NOW, 0, Tariff())
     for name in ("jobs", "saves", "loses", "runs", "energy_j", "time_s", "cost_j"):
         assert sum(getattr(each, name) for each in page.groups) == pytest.approx(getattr(page.total, name))
     groups, jobs_together = total(each.energy_saved_j for each in page.groups), page.total.energy_saved_j
@@ -81,38 +81,56 @@ def test_groups_add_up_to_the_total(parts: list[tuple[str | None, float, Saved |
 
 def test_many_groups_end_with_a_group_for_the_rest() -> None:
     jobs = [job_of(number, f"{number}", 1000.0 - number, None) for number in range(150)]
-    page = fleet_page(jobs, "owner", NOW - timedelta(days=30), NOW, Tariff())
+    page = fleet_page(jobs, "owner", NOW - timedelta(days=30), NOW, 0, Tariff())
     assert [each.key for each in (page.groups[0], *page.groups[-2:])] == ["0", "98", "51 others"]
     assert sum(each.energy_j for each in page.groups) == page.total.energy_j
+
+
+def verdict_of(runs: list[Run], tallies: list[Tally]) -> JobVerdict:
+    evidence = Evidence(16)
+    evidence.add(runs)
+    judge = evidence.judge(32)
+    view = savings(JOB, tallies, 32, lambda _: judge)
+    return JobVerdict(view, dict.fromkeys(Amounts._fields, judge.basis()))
+
+
+def tallies_of(runs: list[Run]) -> list[Tally]:
+    return [Tally(each.batch_size, TrialState.COMPLETED, Origin.INCUMBENT, 1, each.amount, 1.0) for each in runs]
 
 
 def test_saving_of_a_period_counts_runs_and_stopped_trials_of_the_period_only() -> None:
     """16 runs at 200 J in place of 400 J, 10 of them in the period."""
     runs = [Run(16, 10, 400.0, is_exploration=True), *[Run(32, 10, 200.0), Run(32, 10, 200.0), Run(16, 10, 400.0)] * 8]
-    evidence = Evidence(16)
-    evidence.add(runs)
-    judges = {name: evidence.judge(32) for name in Amounts._fields}
-
-    def tallies(chosen: list[Run]) -> list[Tally]:
-        return [Tally(each.batch_size, TrialState.COMPLETED, Origin.INCUMBENT, 1, each.amount, 1.0) for each in chosen]
-
     stopped = Tally(32, TrialState.EARLY_STOPPED, Origin.EXPLORATION, 1, 90.0, 1.0)
-    everything = saved_since(JOB, [*tallies(runs), stopped], judges.__getitem__, 0)["energy_j"]
-    late = saved_since(JOB, tallies(runs[10:]), judges.__getitem__, 10)["energy_j"]
+    verdict = verdict_of(runs, [*tallies_of(runs), stopped])
+    everything = saved_since(JOB, [*tallies_of(runs), stopped], verdict)["energy_j"]
+    late = saved_since(JOB, tallies_of(runs[10:]), verdict)["energy_j"]
     assert late is not None
     assert late.taken == sum(run.amount for run in runs[10:])
     assert late.middle == pytest.approx(10 * 200, rel=0.03)
     assert everything is not None
     assert everything.middle == pytest.approx(16 * 200 - 90, rel=0.03)
-    view = savings(JOB, [*tallies(runs), stopped], 32, judges.__getitem__)
-    assert view.energy_j.saved == pytest.approx(everything.middle)
+    assert verdict.savings.energy_j.saved == pytest.approx(everything.middle)
+
+
+def test_run_at_another_size_counts_as_the_nearest_runs_at_the_best_size() -> None:
+    """A run of 900 J at size 64 would have taken 200 J at the best size, and therefore 400 J at the default."""
+    runs = [Run(16, 10, 400.0, is_exploration=True), *[Run(32, 10, 200.0), Run(32, 10, 200.0), Run(16, 10, 400.0)] * 8]
+    verdict = verdict_of([*runs, Run(64, 10, 900.0, is_exploration=True)], [])
+    own = tallies_of([Run(64, 10, 900.0)])
+    saved = saved_since(JOB, own, verdict)["energy_j"]
+    assert saved is not None
+    assert (saved.taken, saved.middle) == (900.0, pytest.approx(400.0 - 900.0, rel=0.03))
+    # The interval of the effect, and the spread of the runs that replace the run at 64.
+    basis = verdict.bases["energy_j"]
+    assert basis is not None
+    assert basis.reach > 0
+    low, high = (200.0 * math.exp(each or 0.0) - 900.0 for each in (basis.low, basis.high))
+    assert (saved.low or 0.0) < low < saved.middle < high < (saved.high or 0.0)
 
 
 def test_job_without_a_shown_verdict_has_saved_nothing() -> None:
-    evidence = Evidence(16)
-    evidence.add(
-        [Run(16, 10, 400.0, is_exploration=True), *[Run(32, 10, 420.0), Run(32, 9, 380.0), Run(16, 10, 400.0)] * 8]
-    )
-    assert evidence.judge(32).verdict().controls == 9
-    found = saved_since(JOB, [], {name: evidence.judge(32) for name in Amounts._fields}.__getitem__, 0)
-    assert found == dict.fromkeys(Amounts._fields)
+    runs = [Run(16, 10, 400.0, is_exploration=True), *[Run(32, 10, 420.0), Run(32, 9, 380.0), Run(16, 10, 400.0)] * 8]
+    verdict = verdict_of(runs, tallies_of(runs))
+    assert verdict.savings.controls == 9
+    assert saved_since(JOB, tallies_of(runs), verdict) == dict.fromkeys(Amounts._fields)

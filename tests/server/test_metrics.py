@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +15,14 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bso_server.core.occurrences import Occurrence, Outcome, TransactionDone, TrialEnded
+from bso_server.core.savings import no_verdict
 from bso_server.errors import DatabaseUnavailableError, UnknownJobError
 from bso_server.metrics import prometheus
 from bso_server.metrics.prometheus import MOST_JOBS, DatabaseMetrics, samples_of
-from bso_server.service import health
+from bso_server.service import verdicts
 from bso_server.service.health import JobTotals, TotalsReader
 from bso_server.service.pages import Pages
 from bso_server.service.views import Tariff
-from bso_server.storage import queries
 from bso_server.storage.transaction import Transaction
 from tests.support import ROOT, jobs
 from tests.support.servers import bso_server
@@ -242,44 +243,26 @@ class TestTotals:
             assert found["zeus_bso_job_cost_change", job_id] == pytest.approx(1.0, abs=0.1)
 
     def test_verdict_of_a_job_is_a_sign(self) -> None:
-        jobs = {word: totals_of_a_job(verdict=word) for word in SavingsWord}
+        jobs = {word: totals_of_a_job(word=word) for word in SavingsWord}
         values = samples_of(jobs, named="*")["zeus_bso_job_verdict"]
         assert values == [(["saves"], 1), (["loses"], -1), (["not shown yet"], 0)]
 
-    async def test_only_changed_or_interrupted_jobs_are_read_again(
+    async def test_totals_of_several_pages_are_complete_and_in_order(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        looks: list[str] = []
-        broken = {3}
-        tallies = queries.tallies
-
-        def counted(transaction: Transaction, job_id: str) -> object:
-            looks.append(job_id)
-            if len(looks) in broken:
-                raise UnknownJobError(job_id)
-            return tallies(transaction, job_id)
-
-        monkeypatch.setattr(queries, "tallies", counted)
-        monkeypatch.setattr(health, "_JOBS_AT_ONCE", 2)
+        monkeypatch.setattr(verdicts, "_JOBS_ON_A_PAGE", 2)
         async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as server:
             others = [CreatedJob.model_validate(jobs.job()) for _ in range(4)]
             for each in others:
                 await server.service.register(each)
-            reader = TotalsReader(server.store)
-            every_job = sorted([server.job_id, *(each.job_id for each in others)])
-            with pytest.raises(UnknownJobError):
-                await reader.read()
-            assert list(await reader.read()) == every_job
-            assert looks[3:] == every_job[2:]
-            await server.suggest()
-            assert list(await reader.read()) == every_job
-            assert looks[6:] == [server.job_id]
+            totals = await TotalsReader(server.store).read()
+            assert list(totals) == sorted([server.job_id, *(each.job_id for each in others)])
 
 
-def totals_of_a_job(**fields: Any) -> JobTotals:
-    return JobTotals(
-        **{"policy": "zeus", "stage": Stage.BANDIT, "trials": {TrialState.COMPLETED: 3}, "energy_j": 5.0, **fields}
-    )
+def totals_of_a_job(*, word: SavingsWord = SavingsWord.NOT_SHOWN, energy_j: float = 5.0) -> JobTotals:
+    verdict = no_verdict(CreatedJob.model_validate(jobs.job()))
+    verdict = replace(verdict, savings=verdict.savings.model_copy(update={"word": word}))
+    return JobTotals("zeus", Stage.BANDIT, {TrialState.COMPLETED: 3}, 0, energy_j, verdict)
 
 
 class TestReading:

@@ -16,6 +16,8 @@ from alembic.config import Config
 
 from bso_server.service import reading
 from bso_server.service.health import differences
+from bso_server.service.loading import known_job
+from bso_server.service.verdicts import update_all
 from bso_server.storage import migrations
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
@@ -229,6 +231,31 @@ def test_start_ups_are_unknown_before_their_migration(kind: str, tmp_path: Path)
             await store.migrate()
             assert [each.startup_s for each in (await service.show()).trials] == [None]
             await decide_and_verify([service])
+        finally:
+            await store.close()
+
+    with empty_database(kind, tmp_path) as database_url:
+        asyncio.run(migrate(database_url))
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_verdicts_are_computed_after_an_upgrade_and_dropped_by_a_downgrade(kind: str, tmp_path: Path) -> None:
+    async def migrate(database_url: str) -> None:
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
+        service = JobService(store, policy=GP_VOI)
+        try:
+            await changed(store, moved_to("0008"))
+            await service.service.register(service.job)
+            await service.reach(await service.suggest())
+            before = await facts(store)
+            for _ in range(2):
+                await store.migrate()
+                assert await update_all(store) == 0
+                kept = await store.read(lambda transaction: transaction.verdict(known_job(transaction, service.job_id)))
+                assert kept is not None
+                assert kept[1].savings == (await service.show()).savings
+                await changed(store, moved_to("0008", command.downgrade))
+                assert await facts(store) == before
         finally:
             await store.close()
 

@@ -12,9 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bso_server.app import create_app
+from bso_server.core.savings import savings
 from bso_server.metrics import prometheus
-from bso_server.service import health
-from bso_server.service.savings import savings_of
+from bso_server.service import verdicts
 from bso_server.settings import Settings
 from tests.support.dashboard_pages import client_of
 from tests.support.jobs import job
@@ -33,14 +33,14 @@ async def watched(folder: Path, *, is_paid_back: bool = False, **settings: objec
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prometheus, "_WAIT_S", 60.0)
         if is_paid_back:
-            patch.setattr(health, "savings_of", _paid_back)
-            patch.setattr(health, "troubles", lambda *_: (None, 0.5))
+            patch.setattr(verdicts, "savings", _paid_back)
+            patch.setattr(verdicts, "drift_of", lambda *_: 0.5)
         async with app.lifespan(), client_of(app) as http:
             yield http
 
 
 def _paid_back(*given: Any) -> SavingsView:
-    known = savings_of(*given)
+    known = savings(*given)
     names = "cost_j", "energy_j", "time_s"
     return known.model_copy(update={name: getattr(known, name).model_copy(update={"saved": 1.0}) for name in names})
 
