@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.support.frameworks import FrameworkBench, Work
-from tests.support.job_bench import SERVERS_SIZE
+from tests.support.job_bench import EPOCH_OF_48, NEVER, SERVERS_SIZE
+from zeus_plugins.errors import ZeusBSOTrainFailError
 from zeus_plugins.protocol import TrialState
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -28,6 +29,14 @@ def test_reaching_target_ends_training(bench: FrameworkBench) -> None:
     # The score equals the target: single precision must not put it below.
     assert (on_server.state, on_server.epochs, on_server.metric) == (TrialState.COMPLETED, 2, 0.9)
     assert (on_server.time_s, on_server.energy_j, on_server.energy_source) == (2.0, 20.0, "replayed")
+
+
+def test_failed_trial_raises_after_last_saving(bench: FrameworkBench) -> None:
+    training = bench.training(bench.callback(bench.job(NEVER)), save_every=0)
+    with pytest.raises(ZeusBSOTrainFailError, match=r"all that max_epochs allows: score .*; launch the training again"):
+        training.train()
+    assert bench.checkpoint(len(EPOCH_OF_48)).exists()
+    assert bench.only_trial().state is TrialState.EXHAUSTED
 
 
 def test_estimate_is_named_on_machine_without_counter(bench: FrameworkBench) -> None:

@@ -486,23 +486,6 @@ def test_values_for_trackers_are_not_printed(
     assert "zeus/" not in printed.out + printed.err
 
 
-def test_failed_trial_raises_after_last_saving(bench: Bench) -> None:
-    logs = Logs()
-    trainer = bench.trainer(
-        bench.callback(bench.job(NEVER)),
-        logs,
-        save_strategy="epoch",
-        load_best_model_at_end=True,
-        metric_for_best_model="score",
-    )
-    with pytest.raises(ZeusBSOTrainFailError, match=r"all that max_epochs allows: score .*; launch the training again"):
-        trainer.train()
-    assert logs.entries[0] == {"zeus/batch_size": 48.0, "zeus/trial_number": 1.0, "zeus/lr_factor": 1.0}
-    assert "train_runtime" in logs.entries[-1]
-    assert trainer.state.best_model_checkpoint == str(bench.folder / "checkpoint-4")
-    assert bench.only_trial().state is TrialState.EXHAUSTED
-
-
 @pytest.mark.parametrize(
     ("others", "options", "rule"),
     [

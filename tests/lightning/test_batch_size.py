@@ -329,19 +329,3 @@ def test_callback_is_idle_in_tuner(bench: Bench, tmp_path: Path) -> None:
     Tuner(trainer).scale_batch_size(module, max_trials=1, init_val=8, steps_per_trial=1)
     assert 0 < max(module.seen_sizes) < SERVERS_SIZE
     assert not bench.is_registered()
-
-
-# Verdicts
-
-
-def test_failed_trial_raises_after_last_saving(bench: Bench) -> None:
-    callback = bench.callback(bench.job(NEVER))
-    training = bench.training(callback, save_every=0)
-    with pytest.raises(ZeusBSOTrainFailError, match=r"all that max_epochs allows: score .*; launch the training again"):
-        training.train()
-    assert training.logged("zeus/batch_size") == [
-        {"zeus/batch_size": 48.0, "zeus/trial_number": 1.0, "zeus/lr_factor": 1.0}
-    ]
-    assert bench.checkpoint(len(EPOCH_OF_48)).exists()
-    assert callback.trial.verdict is not None
-    assert bench.only_trial().state is TrialState.EXHAUSTED

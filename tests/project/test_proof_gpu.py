@@ -17,8 +17,8 @@ import pytest
 
 from benchmarks.recurrences.harness import State, read_records
 from benchmarks.recurrences.hour import GPU_CHECK
-from benchmarks.recurrences.runs import OUT_OF_MEMORY, Order, Outcome
-from benchmarks.recurrences.tasks import REFUSED, tasks_for
+from benchmarks.recurrences.runs import Order, Outcome
+from benchmarks.recurrences.tasks import tasks_for
 from benchmarks.tables import mark_of
 from tests.support import ROOT
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
@@ -196,21 +196,3 @@ def test_each_shrunken_task_of_the_gpu_trains(train: Callable[[Order], Outcome],
     assert (run.epochs, run.energy_source, run.batch_size) == (1, "nvml", 32)
     assert run.energy_j > 0
     assert run.samples == tasks_for("gpu", [task], shrink=SHRINK)[0].samples
-
-
-def test_job_without_a_remaining_size_is_refused_harmlessly(
-    train: Callable[[Order], Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
-    from benchmarks.recurrences.lightning_tasks import Learner
-
-    def fill(learner: Learner, batch: list[torch.Tensor]) -> torch.Tensor:  # noqa: ARG001 - the hook's signature
-        raise torch.OutOfMemoryError("pretended")
-
-    monkeypatch.setattr(Learner, "training_step", fill)
-    order = Order("tabular", "refused", 0, batch_size=16)
-    outcomes = [train(order) for _ in range(2)]
-    assert [outcome.state for outcome in outcomes] == [OUT_OF_MEMORY, REFUSED]
-    assert not outcomes[1].reached
-    assert "none of the batch sizes [16] can run any more" in outcomes[1].detail

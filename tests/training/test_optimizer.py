@@ -6,11 +6,9 @@ import logging
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
@@ -21,7 +19,7 @@ import pytest
 import torch
 from torch import distributed
 
-from tests.support.answering import responding
+from tests.support.answering import answering, responding
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.embedded import monitor
 from tests.support.process_end import leave
@@ -280,29 +278,15 @@ def test_caught_sigterm_does_not_end_the_next_training() -> None:
     assert second.sent("PATCH", "/trials") == [FAILED]
 
 
-def test_closing_the_optimizer_closes_the_connection() -> None:
-    closed = threading.Event()
-
-    def refuse_and_wait_for_the_end() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(60)
-            connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 400 No\r\nContent-Length: 0\r\n\r\n")
-            while connection.recv(65536):  # the rest of the request, and then the end of the connection
-                pass
-            closed.set()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=refuse_and_wait_for_the_end)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        optimizer = BatchSizeOptimizer(monitor_of(), url, JOB)
+def test_closing_the_optimizer_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[BsoClient] = []
+    with answering(400) as server:
+        optimizer = BatchSizeOptimizer(monitor_of(), server.url, JOB)
         with pytest.raises(ZeusBSORuntimeError):
             optimizer.get_batch_size()
+        monkeypatch.setattr(BsoClient, "close", lambda client: closed.append(client))
         optimizer.close()
-        thread.join()
-    assert closed.is_set()
+    assert len(closed) == 1
 
 
 @pytest.fixture
