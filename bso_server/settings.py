@@ -31,6 +31,7 @@ _REMOVED = {
     "crash_retries": "a batch size that has never completed a run is excluded after three crashes",
     "echo_sql": "log_statement of PostgreSQL, or general_log of MariaDB, logs the statements",
     "heartbeat_interval_s": "trainings send six heartbeats in ZEUS_BSO_HEARTBEAT_LEASE_S",
+    "log_format": "uvicorn --log-config FILE bso_server.app:app logs in a format of your own",
     "max_body_bytes": "a request has at most 1 MiB; a proxy can limit it further",
     "pue": "multiply ZEUS_BSO_PRICE_PER_KWH and ZEUS_BSO_CARBON_G_PER_KWH by it",
     "rate_limit_per_minute": "limit the requests of an address in the proxy, such as by limit_req of nginx",
@@ -58,7 +59,6 @@ class Settings(BaseSettings):
         server_host: Address to listen on.
         server_port: Port to listen on.
         log_level: Lowest level that is logged.
-        log_format: Format of log lines, text or JSON.
         reap_interval_s: Seconds between two searches for expired trials.
         heartbeat_lease_s: Seconds without a heartbeat after which a training with heartbeats counts as abandoned. It
             sends one in each sixth of this time.
@@ -93,7 +93,6 @@ class Settings(BaseSettings):
     server_host: str = "127.0.0.1"
     server_port: Annotated[int, Field(ge=1, le=65535)] = 8000
     log_level: Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG"] = "INFO"
-    log_format: Literal["text", "json"] = "text"
     reap_interval_s: Annotated[float, Field(gt=0)] = 60.0
     heartbeat_lease_s: Lease = _LEASES.heartbeat_lease_s
     silent_lease_s: Lease = _LEASES.silent_lease_s

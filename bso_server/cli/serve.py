@@ -28,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from bso_server.api.auth import with_peer
 from bso_server.app import create_app, prepare
 from bso_server.cli.common import Commands, RemovedOption, add_command, settings_of, with_store
-from bso_server.metrics.requests import JsonFormatter, TextFormatter
+from bso_server.metrics.requests import TextFormatter
 from bso_server.settings import Settings, variable_of
 from zeus_plugins.protocol import ErrorBody
 
@@ -74,7 +74,7 @@ def add_serve_command(commands: Commands) -> None:
 
 def _serve(options: argparse.Namespace) -> None:
     settings = settings_of(options)
-    log_config = _log_config(settings.log_level, settings.log_format)
+    log_config = _log_config(settings.log_level)
     logging.config.dictConfig(log_config)
     with_store(options, lambda store: prepare(store, migrate=options.migrate), schema="any")
     host = f"[{settings.server_host}]" if ":" in settings.server_host else settings.server_host
@@ -219,12 +219,12 @@ def _warn_once(connections: int) -> None:
     )
 
 
-def _log_config(level: str, log_format: str) -> dict[str, Any]:
+def _log_config(level: str) -> dict[str, Any]:
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"text": {"()": TextFormatter}, "json": {"()": JsonFormatter}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": log_format}},
+        "formatters": {"text": {"()": TextFormatter}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "text"}},
         "root": {"level": level, "handlers": ["stderr"]},
         # Alembic logs the chosen implementation at every check of the schema.
         "loggers": {"alembic": {"level": "WARNING"}, "uvicorn.error.clients": {"level": "ERROR"}},

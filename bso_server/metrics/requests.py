@@ -1,13 +1,11 @@
-"""Durations of requests, and log lines, as text or as JSON, without secrets."""
+"""Durations of requests, and log lines without secrets."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
 from zeus_plugins.protocol import printable
@@ -34,27 +32,7 @@ class TextFormatter(logging.Formatter):
         """See `logging.Formatter`."""
         # No line that an exception quotes may look like a log line.
         lines = super().format(record).split("\n")
-        return _without_secrets("\n    ".join(map(printable, lines)))
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object per line: ``time``, ``level``, ``logger``, ``message``, and of errors ``exception``."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
-        line: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return _without_secrets(json.dumps(line, ensure_ascii=False))
-
-
-def _without_secrets(line: str) -> str:
-    return _SECRET.sub(r"\1_…", line)
+        return _SECRET.sub(r"\1_…", "\n    ".join(map(printable, lines)))
 
 
 class RequestWatch:
