@@ -1,13 +1,10 @@
 """The OpenAPI document, with pydantic's own description of each message.
 
-Litestar's schemas lose constraints inside unions and describe ``tuple[X, ...]`` as a list of X or anything. The
-document also describes the lines of an export.
+Litestar's schemas lose constraints inside unions and describe ``tuple[X, ...]`` as a list of X or anything.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -16,7 +13,6 @@ from litestar import Request
 from litestar.openapi.plugins import JsonRenderPlugin
 from pydantic.json_schema import models_json_schema
 
-from bso_server.service.exports import JobExport, TrialExport
 from zeus_plugins.protocol import WireMessage
 
 
@@ -29,24 +25,10 @@ class OpenApiDocument(JsonRenderPlugin):
 
 
 def completed(document: dict[str, Any]) -> dict[str, Any]:
-    """Return Litestar's document with pydantic's schemas, and with the lines of an export, which no body refers to."""
-    components = document["components"]
-    ours = _schemas()
-    used = set(components["schemas"])
-    for message in (JobExport, TrialExport):
-        used |= _named(message.__name__, ours)
-    schemas = {name: ours.get(name) or components["schemas"][name] for name in sorted(used)}
+    """Return Litestar's document with pydantic's schemas."""
+    components, ours = document["components"], _schemas()
+    schemas = {name: ours.get(name, schema) for name, schema in components["schemas"].items()}
     return {**document, "components": {**components, "schemas": schemas}}
-
-
-def _named(name: str, schemas: dict[str, Any]) -> set[str]:
-    """Return the names of a schema and of all schemas that it refers to."""
-    found, to_see = set(), {name}
-    while to_see:
-        found |= to_see
-        texts = json.dumps([schemas[each] for each in to_see])
-        to_see = set(re.findall('"#/components/schemas/([^"]+)"', texts)) - found
-    return found
 
 
 @cache
