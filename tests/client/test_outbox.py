@@ -330,15 +330,6 @@ def test_offline_trial_is_recorded_once(outbox: Outbox, client: BsoClient) -> No
     assert view.trials[0].origin == "offline"
 
 
-def test_trial_of_a_dead_training_gets_a_short_lease(outbox: Outbox, client: BsoClient) -> None:
-    begun = dispatched(client)
-    left_by(outbox, sender(begun, url=client.server_url), evaluation(1))
-    synced(outbox, client)
-    heard = client.heartbeat(begun, regular=False)
-    # instead of the hour for a training without heartbeats
-    assert (heard.state, heard.lease_s) == (TrialState.RUNNING, 360)
-
-
 def test_suspended_trial_stays_suspended(outbox: Outbox, client: BsoClient) -> None:
     begun = dispatched(client)
     preempted = Ending(outcome=TrialState.SUSPENDED)

@@ -231,15 +231,12 @@ def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None
 
 def deliver_earlier(outbox: Outbox, client: ServerPort) -> None:
     """Deliver results of earlier trainings to this server, and log the outcome of each file."""
-    warned: set[str] = set()
     with client.with_retries(NO_RETRIES) as server:
         for file in deliver_waiting(outbox, lambda server_url: server if server_url == server.server_url else None):
             if not file.delivered and file.problem is None and file.set_aside is None:
                 continue
             # Without a valid token, these results are never delivered, and only the user can provide a token.
-            is_warning = file.set_aside is not None or (file.needs_token and file.job_id not in warned)
-            if is_warning:
-                warned.add(file.job_id)
+            is_warning = file.set_aside is not None or file.needs_token
             _logger.log(
                 logging.WARNING if is_warning else logging.INFO,
                 "results that had waited in %s: %s",
@@ -271,24 +268,13 @@ def _opened(outbox: Outbox) -> Iterator[OutboxFile | Delivered]:
 
 def _emptied(box: OutboxFile, client: ServerPort) -> tuple[Delivered, ZeusBSOError | None]:
     """Deliver a file, and close it or set it aside."""
-    waiting, is_ended = len(box), box.has_ending
-    verdicts: list[ReportResponse] = []
+    waiting = len(box)
     problem: ZeusBSOError | None = None
     try:
         if waiting:  # Without results to deliver, do not record or take over the trial.
-            deliver(box, client, take_verdict=verdicts.append)
-        if verdicts and not verdicts[-1].stop_train and not is_ended and box.trial is not None:
-            _shorten_lease(client, box.trial)
+            deliver(box, client)
     except ZeusBSOError as error:
         problem = error
     file = Delivered.of(box, problem=problem)
     aside = box.refuse() if problem is not None and is_refusal(problem) else box.close()
     return replace(file, delivered=waiting - file.left, set_aside=aside), problem
-
-
-def _shorten_lease(client: ServerPort, trial: TrialId) -> None:
-    """Send one heartbeat for a trial whose training died, so that the server soon abandons the trial."""
-    try:
-        client.heartbeat(trial)
-    except ZeusBSOError as error:
-        _logger.debug("no heartbeat for trial %d of job %s: %s", trial.trial_number, trial.job_id, error)

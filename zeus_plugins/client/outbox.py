@@ -130,11 +130,6 @@ class OutboxFile:
         return self._waiting[0].item if self._waiting else None
 
     @property
-    def has_ending(self) -> bool:
-        """True if the last item is an ending."""
-        return bool(self._waiting) and isinstance(self._waiting[-1].item, Ending)
-
-    @property
     def kept(self) -> int:
         """The number of items to deliver that are on the disk."""
         return sum(waiting.number is not None for waiting in self._waiting)
