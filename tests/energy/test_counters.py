@@ -1,4 +1,4 @@
-"""Contract of every monitor; counters of NVIDIA's GPUs, estimates and replays."""
+"""Contract of every monitor; counters of NVIDIA's GPUs, and estimates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import pickle
 import tempfile
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.support.energy_bench import spent_j, window
 from tests.support.fake_nvml import H200, V100, Clock, FakeGpu, FakeNvml, has_nvidia_driver
 from tests.support.fake_powercap import make_powercap
 from tests.support.fake_zeus_monitor import FakeZeusMeasurement, FakeZeusMonitor
-from tests.support.replay import ReplayMonitor
 from zeus_plugins.energy import (
     EnergyMonitor,
     EnergyUnavailableError,
@@ -31,7 +29,7 @@ from zeus_plugins.energy import (
 )
 from zeus_plugins.energy.estimate import cpu_model_name
 from zeus_plugins.energy.nvml import chosen_indices, visible_devices
-from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
 MIG_ID = "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"
@@ -46,7 +44,6 @@ MONITORS: dict[str, Callable[[], EnergyMonitor]] = {
     "rapl": lambda: RaplMonitor(root=make_powercap(Path(tempfile.mkdtemp()))),
     "zeus": lambda: ZeusMonitorAdapter(FakeZeusMonitor(*[FakeZeusMeasurement()] * 2), GPUS),
     "estimate": lambda: EstimateMonitor(65.0),
-    "replay": lambda: ReplayMonitor([Measurement(1.0, 2.0, "nvml")] * 3, GPUS),
 }
 
 
@@ -331,30 +328,3 @@ def test_unnamed_cpu_gets_a_fallback_name(tmp_path: Path, content: str | None) -
 
     assert 1 <= len(cpu_model_name(cpuinfo)) <= 255
     assert cpu_model_name(cpuinfo) == cpu_model_name(tmp_path / "absent")
-
-
-# ---- Replay --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("endless", [False, True])
-def test_replay_returns_measurements_in_order_for_any_window(endless: bool) -> None:
-    listed = [Measurement(1.0, 10.0, "nvml"), Measurement(2.0, 20.0, "estimate: 10 W stated")]
-    monitor = ReplayMonitor(cycle(listed) if endless else iter(listed), GPUS)
-
-    monitor.begin_window("a")
-    monitor.begin_window("b")
-    assert [monitor.end_window("b"), monitor.end_window("a")] == listed
-    assert monitor.gpus() is GPUS
-    assert monitor.source == "replay"
-
-
-def test_exhausted_replay_states_the_number_of_measurements() -> None:
-    monitor = ReplayMonitor([Measurement(1.0, 10.0, "nvml")], GPUS)
-    monitor.begin_window("first")
-    monitor.end_window("first")
-    monitor.begin_window("second")
-
-    with pytest.raises(
-        ZeusBSOBadOperationError, match="'second' has no measurement left to replay: all 1 were given out"
-    ):
-        monitor.end_window("second")

@@ -97,16 +97,14 @@ def test_nvml_describes_the_monitored_gpus_by_default(indices: list[int], number
     assert described == GpuConfig(max_power=700.0 * number, number_of_gpus=number, gpu_model=H200)
 
 
-def test_gpus_must_be_given_for_a_monitor_of_the_cpu_beside_gpus() -> None:
-    with pytest.raises(ZeusBSOConfigError, match=r"which devices .* NVML cannot say .*gpus=GpuConfig"):
-        ZeusMonitorAdapter(FakeZeusMonitor(gpu_indices=[]), nvml=FakeNvml()).gpus()
-
-
-def test_gpus_must_be_given_if_nvml_cannot_describe_them() -> None:
-    with pytest.raises(
-        ZeusBSOConfigError, match=r"which devices .* NVML cannot say \(the NVIDIA driver .*gpus=GpuConfig"
-    ):
-        ZeusMonitorAdapter(FakeZeusMonitor(), nvml=NO_DRIVER).gpus()
+@pytest.mark.parametrize(
+    ("indices", "nvml", "why"),
+    [([], FakeNvml(), ""), ([0], FakeNvml(broken="not loaded"), r"\(the NVIDIA driver ")],
+    ids=["a monitor of the CPU beside GPUs", "NVML cannot describe them"],
+)
+def test_gpus_must_be_given(indices: list[int], nvml: FakeNvml, why: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=rf"which devices .* NVML cannot say {why}.*gpus=GpuConfig"):
+        ZeusMonitorAdapter(FakeZeusMonitor(gpu_indices=indices), nvml=nvml).gpus()
 
 
 class AmdGpus:

@@ -83,14 +83,6 @@ def test_selectors_choose_the_literal_limits(selector: OptimumSelector, limit_w:
     assert selector.select(profile()) == limit_w
 
 
-@pytest.mark.parametrize(
-    ("limit_w", "eta", "cost_j"),
-    [(100.0, 0.5, 330.0), (150.0, 0.5, 225.0), (200.0, 0.5, 215.0), (250.0, 0.5, 223.25), (150.0, 1.0, 150.0)],
-)
-def test_cost_of_a_step_is_literal(limit_w: float, eta: float, cost_j: float) -> None:
-    assert ZeusCost(eta)._costs_j(profile().only([limit_w])) == [pytest.approx(cost_j)]
-
-
 @pytest.mark.parametrize("selector", [Energy(), Time(), ZeusCost(0.5), MaxSlowdown(1.0)])
 def test_lowest_of_equal_limits_is_chosen(selector: OptimumSelector) -> None:
     alike = [PowerLimitSample(limit_w=limit_w, steps=5, time_s=1.0, energy_j=9.0) for limit_w in (200, 100, 150)]

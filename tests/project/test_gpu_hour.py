@@ -20,14 +20,11 @@ from benchmarks.recurrences.calibration import calibration_steps, load_problem, 
 from benchmarks.recurrences.harness import MAX_BROKEN, State, Trainings, is_done
 from benchmarks.recurrences.hour import HOUR, START_S, Hour, expected_s, pack
 from benchmarks.recurrences.plan import Step, steps
-from benchmarks.recurrences.runs import Curve, Order
+from benchmarks.recurrences.runs import Order
 from benchmarks.recurrences.tasks import HOUR_TASKS, tasks_for
 from benchmarks.reports import Record, proof_results
 from benchmarks.tables import proof_tables
 from tests.support import ROOT
-from tests.support.replay import ReplayMonitor
-from zeus_plugins.energy import Measurement
-from zeus_plugins.protocol import GpuConfig
 
 SECONDS = (40.0, 60.0)
 RESNET, GPT2 = tasks_for("gpu", HOUR_TASKS)
@@ -134,15 +131,6 @@ def test_targets_are_checked_again_after_two_runs_at_the_default(tmp_path: Path,
     assert hour_with(tmp_path / "two", recurrence(0, 50.0), recurrence(1, 60.0)).left()
     with pytest.raises(BenchmarkError, match=f"{told}. Calibrate anew"):
         hour_with(tmp_path / "three", recurrence(0, 50.0), second).left()
-
-
-def test_curve_ends_a_training_after_its_seconds_or_at_a_perfect_metric() -> None:
-    gpus = GpuConfig(max_power=700, number_of_gpus=1, gpu_model="NVIDIA H100")
-    curve = Curve(ReplayMonitor([Measurement(10, 500, "nvml")] * 4, gpus), 20.0, 0.98)
-    assert [curve.add(0.2), curve.add(0.4)] == [False, True]
-    assert curve.epochs == [(10, 500, 0.2), (20, 1000, 0.4)]
-    assert curve.add(0.1)
-    assert Curve(ReplayMonitor([Measurement(1, 1, "nvml")] * 2, gpus), 20.0, 0.98).add(0.99)
 
 
 # ---- Steps
