@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
-from itertools import groupby
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from bso_server.service.views import (
@@ -171,28 +170,6 @@ def _of_first(page: JobPage, trial: TrialView) -> Headline:
         f"The first run reached the target, {_target(page.view.job)}, at {own}{trial.batch_size}",
         f"It took {units.listed(took)}. Later runs try other batch sizes and are compared with {default}.",
     )
-
-
-def folds(view: JobView) -> Iterator[tuple[list[tuple[int, TrialView]], str]]:
-    """Group the trials of a job's log, the newest first; each trial comes with its position in the view.
-
-    Consecutive trials with the same size, state and origin are a group; tries and control runs must also have the same
-    reason. Groups of three or more trials have a text, under which the page folds them; others have "".
-    """
-    before = revisions(view)
-
-    def kind(row: tuple[int, TrialView]) -> tuple[object, ...]:
-        trial = row[1]
-        reason = trial.reason if trial.origin in {Origin.EXPLORATION, Origin.CONTROL} else ""
-        # No group spans a revision, which the log shows between trials.
-        later = sum(len(each) for number, each in before.items() if number >= trial.trial_number)
-        return trial.batch_size, trial.state, trial.origin, reason, later
-
-    for _, found in groupby(list(enumerate(view.trials))[::-1], kind):
-        group = list(found)
-        reasons = {each.reason for _, each in group}
-        why = reasons.pop() if len(reasons) == 1 else ORIGINS[group[0][1].origin]
-        yield group, sentence(why) if len(group) > 2 else ""
 
 
 def revisions(view: JobView) -> dict[int, list[Revision]]:

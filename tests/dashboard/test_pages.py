@@ -248,9 +248,6 @@ async def test_job_that_never_reached_its_target_shows_best_metric_and_amount_sp
     )
     assert "metrics" in page.ids
     assert "costs" not in page.ids
-    # Three runs got the same size for the same reason.
-    assert "7–9" in page.text
-    assert "3 runs, all missed the target. Every batch size has missed the target" in page.text
     text = page.text.replace("\N{NO-BREAK SPACE}", " ")
     assert "Stuck: every batch size has missed the target No batch size has reached val_acc 0.9; the best run " in text
     assert f"reached {max(metrics):.4g} at " in text
