@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -11,12 +10,6 @@ import pytest
 from bso_server.storage.store import Store
 from tests.support.servers import ServerProcess
 from tests.support.service import JobService, new_job, open_store
-
-
-@pytest.fixture
-def sqlite_url(tmp_path: Path) -> str:
-    """URL of a SQLite file that does not exist yet."""
-    return f"sqlite:///{tmp_path / 'bso.sqlite3'}"
 
 
 @pytest.fixture(scope="module")

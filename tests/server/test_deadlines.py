@@ -337,8 +337,8 @@ class TestSessions:
             await asyncio.gather(*(store.write(Transaction.all_tokens) for _ in range(MANY)))
 
 
-async def test_permanently_locked_sqlite_file_is_reported(sqlite_url: str, tmp_path: Path) -> None:
-    async with open_store(sqlite_url, patience_s=SHORT_S) as store:
+async def test_permanently_locked_sqlite_file_is_reported(new_database: str, tmp_path: Path) -> None:
+    async with open_store(new_database, patience_s=SHORT_S) as store:
         server, (trial,) = await begun(store, 1)
         with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as shell:
             shell.execute("BEGIN IMMEDIATE")

@@ -152,9 +152,9 @@ def test_two_concurrent_upgrades_succeed(database_url: str, tmp_path: Path) -> N
 
 
 async def test_sqlite_file_is_backed_up_before_a_migration(
-    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_database) as store:
         await store.migrate()
         assert list(tmp_path.glob("*.backup")) == []
         monkeypatch.setattr(migrations, "HEAD", "9999")
@@ -456,14 +456,14 @@ def test_database_that_cannot_store_every_text_is_refused() -> None:
         administer(POSTGRES_URL, f"DROP DATABASE {name} WITH (FORCE)")
 
 
-async def test_log_of_a_sqlite_file_shrinks_after_a_long_read(sqlite_url: str) -> None:
-    file = make_url(sqlite_url).database or ""
+async def test_log_of_a_sqlite_file_shrinks_after_a_long_read(new_database: str) -> None:
+    file = make_url(new_database).database or ""
 
     def fill(transaction: Transaction, megabytes: int) -> None:
         transaction.connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS ballast (content BLOB)")
         transaction.connection.exec_driver_sql("INSERT INTO ballast VALUES (randomblob(?))", (megabytes * 10**6,))
 
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_database) as store:
         with closing(sqlite3.connect(file, isolation_level=None)) as reader:
             reader.execute("BEGIN")
             reader.execute("SELECT * FROM sqlite_master").fetchall()

@@ -208,12 +208,12 @@ async def test_decision_reads_neither_a_whole_table_nor_all_trials_of_a_job(tmp_
     assert any(query.startswith("SELECT trials.job_id") and " OR " in query for query in queries)
 
 
-async def test_sqlite_uses_durable_settings(sqlite_url: str) -> None:
+async def test_sqlite_uses_durable_settings(new_database: str) -> None:
     def settings(connection: Connection) -> dict[str, Any]:
         names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
         return {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in names}
 
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_database) as store:
         for read_only in (False, True):
             found = await store._database.transact(settings, read_only=read_only, timeout_s=60.0)
             assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 1_000}
@@ -229,7 +229,7 @@ async def test_sqlite_file_is_private_to_the_owner(tmp_path: Path) -> None:
         os.umask(before)
 
 
-async def test_sqlite_writer_locks_before_reading_and_reader_takes_no_lock(sqlite_url: str, tmp_path: Path) -> None:
+async def test_sqlite_writer_locks_before_reading_and_reader_takes_no_lock(new_database: str, tmp_path: Path) -> None:
     def other_can_write() -> bool:
         with closing(sqlite3.connect(tmp_path / "bso.sqlite3", timeout=0, isolation_level=None)) as other:
             try:
@@ -239,16 +239,18 @@ async def test_sqlite_writer_locks_before_reading_and_reader_takes_no_lock(sqlit
             other.execute("ROLLBACK")
             return True
 
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_database) as store:
         assert not await store.write(lambda _: other_can_write())
         assert await store.read(lambda transaction: (transaction.job("nobody"), other_can_write())) == (None, True)
         # Repeat on pooled connections, with writers after readers.
         assert not await store.write(lambda _: other_can_write())
 
 
-async def test_locked_sqlite_file_is_retried(sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_locked_sqlite_file_is_retried(
+    new_database: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO", "bso_server"):
-        async with open_store(sqlite_url) as store:
+        async with open_store(new_database) as store:
             await store._database.transact(
                 lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout = 0").close(),
                 read_only=False,
@@ -264,14 +266,14 @@ async def test_locked_sqlite_file_is_retried(sqlite_url: str, tmp_path: Path, ca
             assert await store.read(Transaction.job, "waits") is not None
 
 
-async def test_writers_of_a_process_share_a_single_sqlite_connection(sqlite_url: str) -> None:
+async def test_writers_of_a_process_share_a_single_sqlite_connection(new_database: str) -> None:
     """Separate connections would poll for SQLite's lock, some of them for a long time."""
     opened: list[Any] = []
 
     def note(connection: Any, _record: Any) -> None:
         opened.append(connection)
 
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_database) as store:
         event.listen(Engine, "connect", note)
         try:
             jobs = [registration(f"many-{number}") for number in range(30)]
@@ -281,9 +283,9 @@ async def test_writers_of_a_process_share_a_single_sqlite_connection(sqlite_url:
     assert opened == []
 
 
-async def test_cancelled_request_leaves_no_lock(sqlite_url: str) -> None:
+async def test_cancelled_request_leaves_no_lock(new_database: str) -> None:
     """A client that disconnects during its request cancels the task; the next writer finds the file unlocked."""
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_database) as store:
         begun = threading.Event()
 
         def insert(transaction: Transaction) -> None:

@@ -10,7 +10,6 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -29,9 +28,8 @@ from tests.support.databases import (
     DriverError,
     administer,
     end_sessions,
-    fresh_database,
 )
-from tests.support.disks import damage_page, fill, small_disk
+from tests.support.disks import damage_page
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, bso_server, serving
 from tests.support.service import JobService, job_service, open_store, trial_id
@@ -75,9 +73,9 @@ async def epoch_without_room(server: JobService, trial: TrialDispatch) -> float:
 
 
 async def test_full_database_is_reported_and_continues_after_space_is_freed(
-    sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    new_database: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with job_service(sqlite_url) as server:
+    async with job_service(new_database) as server:
         trial = await server.suggest()
         await JobReader(server.store).check_ready()
         pages = await server.store.read(on_sqlite("PRAGMA page_count"))
@@ -107,10 +105,10 @@ TAKEN_AWAY: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("taken_away", TAKEN_AWAY.values(), ids=TAKEN_AWAY.keys())
 async def test_no_report_is_acknowledged_after_the_file_was_removed(
-    sqlite_url: str, taken_away: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    new_database: str, taken_away: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "bso.sqlite3"
-    async with job_service(sqlite_url) as server:
+    async with job_service(new_database) as server:
         trial = await server.suggest()
         await server.report(trial, cost_j=100.0, epoch=1)
         taken_away(file)
@@ -125,9 +123,9 @@ async def test_no_report_is_acknowledged_after_the_file_was_removed(
         assert str(file) in line
 
 
-async def test_restored_file_is_used_again(sqlite_url: str, tmp_path: Path) -> None:
+async def test_restored_file_is_used_again(new_database: str, tmp_path: Path) -> None:
     file = tmp_path / "bso.sqlite3"
-    async with job_service(sqlite_url) as server:
+    async with job_service(new_database) as server:
         trial = await server.suggest()
         TAKEN_AWAY["moved"](file)
         await refused(server, trial, 1)
@@ -137,12 +135,12 @@ async def test_restored_file_is_used_again(sqlite_url: str, tmp_path: Path) -> N
 
 
 async def test_server_with_damaged_page_stays_unready_after_successful_writes(
-    sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    new_database: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with job_service(sqlite_url) as server:
+    async with job_service(new_database) as server:
         await server.suggest()
     damage_page(tmp_path / "bso.sqlite3", "epochs")
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_database) as store:
         reader = JobReader(store)
         await reader.check_ready()  # the page has not been read yet
         for _ in range(2):
@@ -231,58 +229,21 @@ def test_embedded_server_creates_no_second_file_beside_the_training(tmp_path: Pa
 
 @pytest.mark.parametrize("database_url", [POSTGRESQL], indirect=True)
 def test_postgresql_standby_is_reported_as_read_only(database_url: str, tmp_path: Path) -> None:
-    name = make_url(database_url).database
-    _refuses_and_recovers(
-        database_url,
-        tmp_path,
-        lambda: administer(POSTGRES_URL, f"ALTER DATABASE {name} SET default_transaction_read_only = on"),
-        lambda: administer(POSTGRES_URL, f"ALTER DATABASE {name} RESET default_transaction_read_only"),
-        "takes no writes",
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.postgresql
-def test_full_postgresql_tablespace_is_reported(tmp_path: Path) -> None:
-    with TemporaryDirectory() as shared, small_disk(Path(shared) / "disk", size="32m", owner="postgres") as disk:
-        Path(shared).chmod(0o755)
-        try:
-            administer(POSTGRES_URL, f"CREATE TABLESPACE zeus_small LOCATION '{disk}'")
-        except (OSError, DBAPIError) as error:
-            pytest.skip(f"no tablespace can be made on the database of the tests: {error}")
-        try:
-            with fresh_database(POSTGRES_URL) as url:
-                administer(POSTGRES_URL, f"ALTER DATABASE {make_url(url).database} SET TABLESPACE zeus_small")
-                ballast: list[Path] = []
-                _refuses_and_recovers(
-                    url,
-                    tmp_path,
-                    lambda: ballast.append(fill(disk)),
-                    lambda: ballast[0].unlink(),
-                    "disk of its database is full",
-                )
-        finally:
-            administer(POSTGRES_URL, "DROP TABLESPACE zeus_small")
-
-
-def _refuses_and_recovers(
-    database_url: str, folder: Path, break_: Callable[[], object], mend: Callable[[], object], said: str
-) -> None:
+    alter = f"ALTER DATABASE {make_url(database_url).database}"
     with (
-        serving(database_url, folder, "--migrate") as server,
+        serving(database_url, tmp_path, "--migrate") as server,
         httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http,
     ):
-        trial = begin(http, http.post("/jobs", json=job(max_epochs=10000)).json()["job_id"])
+        trial = begin(http, http.post("/jobs", json=job()).json()["job_id"])
         assert http.get("/health/ready").status_code == 200
         # Each change takes effect for new sessions.
-        break_()
+        administer(POSTGRES_URL, f"{alter} SET default_transaction_read_only = on")
         end_sessions(database_url)
-        answers = (_report(http, trial, epoch) for epoch in range(1, 10000))
-        assert_retried(next(each for each in answers if each.status_code != 200), said)
-        assert_refused(http.get("/health/ready"), 503, None, said)
-        mend()
+        assert_retried(_report(http, trial, 1), "takes no writes")
+        assert_refused(http.get("/health/ready"), 503, None, "takes no writes")
+        administer(POSTGRES_URL, f"{alter} RESET default_transaction_read_only")
         end_sessions(database_url)
-        assert _report(http, trial, 10000).status_code == 200
+        assert _report(http, trial, 1).status_code == 200
         assert http.get("/health/ready").status_code == 200
         assert "Traceback" not in server.log.read_text()
 

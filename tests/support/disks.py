@@ -13,7 +13,7 @@ import pytest
 
 
 @contextmanager
-def small_disk(folder: Path, *, size: str, owner: str | None = None) -> Iterator[Path]:
+def small_disk(folder: Path, *, size: str) -> Iterator[Path]:
     """Mount a file system of this size in memory; skip the test without the permission to mount."""
     folder.mkdir()
     mounted = subprocess.run(
@@ -25,8 +25,6 @@ def small_disk(folder: Path, *, size: str, owner: str | None = None) -> Iterator
     if mounted.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
     try:
-        if owner is not None:
-            subprocess.run(["chown", owner, str(folder)], check=True)  # noqa: S607 - wherever the program is
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)  # noqa: S607 - wherever the program is
