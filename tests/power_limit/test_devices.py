@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -145,7 +147,8 @@ def test_real_gpu_reports_and_accepts_the_present_limit() -> None:
 def by_command(command: str, **of_gpu: Any) -> tuple[PowerLimitDevice, FakeGpu]:
     """Return a device that sets limits by this command, and its GPU."""
     gpu = FakeGpu(uuid="GPU-aaa", **of_gpu)
-    (device,) = find_devices(nvml=FakeNvml([gpu]), command=command)
+    with patch.dict(os.environ, {"ZEUS_POWER_LIMIT_COMMAND": command}):
+        (device,) = find_devices(nvml=FakeNvml([gpu]))
     return device, gpu
 
 
@@ -210,4 +213,5 @@ def test_socket_of_zeusd_is_refused_with_the_replacement(nvml: FakeNvml, monkeyp
     monkeypatch.setenv("ZEUSD_SOCK_PATH", "/var/run/zeusd.sock")
     with pytest.raises(PowerLimitUnavailableError, match="ZEUSD_SOCK_PATH is no longer read: set ZEUS_POWER_LIMIT_COM"):
         find_devices(nvml=nvml)
-    assert find_devices(nvml=nvml, command="curl {index} {milliwatts}")
+    monkeypatch.setenv("ZEUS_POWER_LIMIT_COMMAND", "curl {index} {milliwatts}")
+    assert find_devices(nvml=nvml)

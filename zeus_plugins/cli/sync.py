@@ -46,14 +46,8 @@ def _sync(options: argparse.Namespace) -> None:
         print(f"nothing waits in {outbox.directory}")
     for path in outbox.refused():
         print(f"{path}: set aside: refused by its server, or not readable in part; delete it if you do not need it")
-    if options.dry_run:
-        return
-    if any(file.problem is not None and file.set_aside is None for file in files):
-        raise ZeusBSOError("some reports could not be delivered: remove the cause and run this command again")
-    if any(file.set_aside is not None and file.problem is None for file in files):
-        raise ZeusBSOError("some reports could not be delivered: some lines cannot be read")
-    if any(file.set_aside is not None for file in files):
-        raise ZeusBSOError("some reports could not be delivered: a server refused them for good")
+    if not options.dry_run and any(file.problem is not None or file.set_aside is not None for file in files):
+        raise ZeusBSOError("some reports could not be delivered, for the causes above: the next sync tries what waits")
 
 
 def _synced(outbox: Outbox, server_url: str | None, token: str | None) -> Iterator[Delivered]:

@@ -75,20 +75,19 @@ def set_and_check(device: PowerLimitDevice, limit_w: float) -> None:
 
 
 def find_devices(
-    device_indices: Sequence[int | str] | None = None, *, command: str | None = None, nvml: Nvml | None = None
+    device_indices: Sequence[int | str] | None = None, *, nvml: Nvml | None = None
 ) -> tuple[PowerLimitDevice, ...]:
-    """Find the training's NVIDIA GPUs.
+    """Find the training's NVIDIA GPUs; ``ZEUS_POWER_LIMIT_COMMAND``, if set, is the command for their limits.
 
     Args:
         device_indices: Indices among the visible GPUs, or UUIDs. None: all visible GPUs. Empty: no GPU.
-        command: See `NvmlDevice`. None: ``ZEUS_POWER_LIMIT_COMMAND``, if set.
         nvml: A replacement for the installed `pynvml`.
 
     Raises:
         PowerLimitUnavailableError: No GPU is available, or a GPU is a MIG slice.
         ZeusBSOConfigError: The GPUs are of several models, a named GPU does not exist, or the command is wrong.
     """
-    command = command or POWER_LIMIT_COMMAND.text()
+    command = POWER_LIMIT_COMMAND.text()
     if device_indices is not None and not device_indices:
         raise PowerLimitUnavailableError("the training runs on no NVIDIA GPU")
     if not command and ZEUSD_SOCK_PATH.text():
