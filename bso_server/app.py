@@ -147,11 +147,6 @@ async def _say_who_is_served(settings: Settings, tokens: Tokens) -> None:
         )
     elif not await tokens.any():
         logger.info("no tokens yet: only clients of this machine are served; bso-server token create makes a token")
-    elif not await tokens.any(valid=True):
-        logger.warning(
-            "all tokens are revoked: the server refuses every request until you make a token with "
-            "bso-server token create"
-        )
 
 
 def _provide(dependency: object) -> Provide:

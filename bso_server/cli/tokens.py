@@ -104,19 +104,8 @@ def _rotate(options: argparse.Namespace) -> None:
 def _revoke(options: argparse.Namespace) -> None:
     token_id = options.token_id
 
-    async def revoke(store: Store) -> bool:
-        tokens = Tokens(store)
-        await tokens.revoke(token_id)
-        return await tokens.any(valid=True)
-
-    any_left = with_store(options, revoke)
+    with_store(options, lambda store: Tokens(store).revoke(token_id))
     print(
         f"token {token_id} is revoked; running servers refuse it within {CACHE_S:g} s. Only administrators report on "
         "its trials now; to move its jobs, see docs/tokens.md"
     )
-    if not any_left:
-        print(
-            "no valid token is left: servers of this database refuse every request, also from this machine, "
-            "until you make a token with bso-server token create",
-            file=sys.stderr,
-        )

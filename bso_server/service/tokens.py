@@ -308,9 +308,9 @@ class Tokens:
         """Return the token, valid or revoked, or None."""
         return await self._store.read(Transaction.token, token_id)
 
-    async def any(self, *, valid: bool = False) -> bool:
-        """Return True if a token exists, valid or revoked; with `valid`, one that was not revoked."""
-        return await self._store.read(Transaction.any_token, valid=valid)
+    async def any(self) -> bool:
+        """Return True if a token exists, valid or revoked."""
+        return await self._store.read(Transaction.any_token)
 
 
 def _insert_once(transaction: Transaction, record: TokenRecord) -> None:

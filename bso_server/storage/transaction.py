@@ -227,12 +227,8 @@ class Transaction:
 
     @property
     def can_skip(self) -> bool:
-        """True if queries can skip locked rows; False on SQLite, which locks files, and on old MySQL and MariaDB."""
-        dialect = self.connection.dialect
-        if dialect.name in {"sqlite", "postgresql"}:
-            return dialect.name == "postgresql"
-        least = (10, 6) if getattr(dialect, "is_mariadb", False) else (8, 0, 1)
-        return (dialect.server_version_info or least) >= least
+        """True if queries can skip locked rows; False on SQLite, which locks files."""
+        return self.connection.dialect.name != "sqlite"
 
     def locked_job(self, job_id: str, *, skip: bool = False) -> StoredJob | None:
         """Lock and return the job; None if it does not exist, or with `skip`, if another transaction has locked it."""
@@ -474,12 +470,9 @@ class Transaction:
         """Return every token, oldest first."""
         return list(map(token_from, self.rows(sa.select(tokens).order_by(tokens.c.created_at, tokens.c.token_id))))
 
-    def any_token(self, *, valid: bool = False) -> bool:
-        """Return whether a token exists; with `valid`, one that was not revoked."""
-        statement = sa.select(tokens.c.token_id).limit(1)
-        if valid:
-            statement = statement.where(tokens.c.revoked_at.is_(None))
-        return self.connection.execute(statement).first() is not None
+    def any_token(self) -> bool:
+        """Return whether a token exists, valid or revoked."""
+        return self.connection.execute(sa.select(tokens.c.token_id).limit(1)).first() is not None
 
     def update_token(self, changed: TokenRecord) -> None:
         """Save a locked token."""

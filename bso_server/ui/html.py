@@ -125,7 +125,6 @@ def _rendered(template: str, view: Any, reader: Reader, **parts: Any) -> str:
         **FORMATS,
         "energy": of_page.energy,
         "amount": lambda joules: of_page.energy(abs(joules)),
-        "step_energy": units.energy,
         "cost": of_page.cost,
         "as_runs": of_page.runs,
     }

@@ -257,11 +257,9 @@ class TestFirstTokens:
         assert httpx.post(f"{server.url}/report", json={**trial, **RESULT}, headers=bearer(token)).status_code == 200
         assert_refused(httpx.get(f"{server.url}/api/jobs"), 401, None)
 
-        revoked = bso_server("token", "revoke", token.split("_")[1], "--database-url", server.database_url)
-        assert "make a token with bso-server token create" in revoked.stderr
+        assert bso_server("token", "revoke", token.split("_")[1], "--database-url", server.database_url).returncode == 0
         server.kill()
         server.start()
-        assert "all tokens are revoked" in server.log.read_text()
         assert_refused(httpx.get(f"{server.url}/api/jobs", headers=bearer(token)), 401, None, "revoked")
         assert_refused(httpx.get(f"{server.url}/api/jobs"), 401, None, "bso-server token create")
         another = make_token(server.database_url, "report")
