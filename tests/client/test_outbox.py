@@ -41,7 +41,7 @@ from zeus_plugins import files
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import Delivered, deliver, deliver_waiting
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.client.outbox import Item, Outbox, OutboxFile, OutboxFileError
+from zeus_plugins.client.outbox import Item, Outbox, OutboxFile, OutboxFileError, OutboxHeader
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
 from zeus_plugins.files import FileBusyError, state_directory
@@ -103,19 +103,25 @@ def test_run_after_a_take_over_does_not_take_over_again(outbox: Outbox, known: T
         assert (box.trial, box.resumes, len(box)) == (mine, False, 1)
 
 
-MINE = TRIAL.model_copy(update={"job_id": "digits:1"})  # as a file name equal to "digits@1"
+IDS: dict[str, Any] = {"lease_epoch": 1, "registration_id": "a", "dispatch_id": "a"}
+MINE = TRIAL.model_copy(update={"job_id": "digits:1", **IDS})  # as a file name equal to "digits@1"
 
 
-@pytest.mark.parametrize("other", ["server", "job", "trial"])
-def test_trials_use_separate_files(outbox: Outbox, other: str) -> None:
-    different = {
-        "server": sender(MINE, url="http://elsewhere", job_id="digits:1"),
-        "job": sender(TRIAL.model_copy(update={"job_id": "digits@1"}), job_id="digits@1"),
-        "trial": sender(MINE.model_copy(update={"trial_number": 8}), job_id="digits:1"),
-    }[other]
-    left_by(outbox, sender(MINE, job_id="digits:1"), THREE[0])
-    with closing(outbox.box(different)) as another:
-        assert len(another) == 0
+OTHERS = {
+    "server": sender(MINE, url="http://elsewhere", job_id="digits:1"),
+    "job": sender(MINE.model_copy(update={"job_id": "digits@1"}), job_id="digits@1"),
+    **{
+        name: sender(MINE.model_copy(update={name: value}), job_id="digits:1")
+        for name, value in {"trial_number": 8, "lease_epoch": 2, "registration_id": "b", "dispatch_id": "b"}.items()
+    },
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_trials_and_their_runs_use_separate_files(outbox: Outbox, other: OutboxHeader) -> None:
+    path = left_by(outbox, sender(MINE, job_id="digits:1"), THREE[0])
+    with closing(outbox.box(other)) as another:
+        assert (len(another), another.path == path) == (0, False)
 
 
 def test_job_id_with_characters_unfit_for_file_names_is_encoded(outbox: Outbox) -> None:

@@ -15,9 +15,8 @@ from tests.support.reporting import until, warnings_in
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import taken_over
 from zeus_plugins.client.local import LocalServer
-from zeus_plugins.client.outbox import OutboxHeader
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
-from zeus_plugins.protocol import Ending, JobSpecFromClient, TrialId, TrialState
+from zeus_plugins.protocol import JobSpecFromClient, TrialId, TrialState
 from zeus_plugins.training.session import TrialSession
 
 
@@ -184,24 +183,6 @@ def test_offline_trial_is_taken_over_like_a_dispatched_trial(
     first.end()
     second.end(KeyboardInterrupt())
     assert the_trial(there).state is TrialState.SUSPENDED
-
-
-def test_results_of_two_runs_are_stored_in_separate_files(here: Server) -> None:
-    registration = here.register(JobSpecFromClient.of(JOB, GPUS))
-
-    def box(lease_epoch: int | None, registration_id: str = "a", dispatch_id: str = "a") -> str:
-        ids = {"registration_id": registration_id, "lease_epoch": lease_epoch, "dispatch_id": dispatch_id}
-        trial = TrialId.model_validate({"job_id": "digits-1", "batch_size": 32, "trial_number": 1, **ids})
-        sender = OutboxHeader(server_url=here.server_url, registration=registration, batch_size=32, trial=trial)
-        box = here.outbox.box(sender)
-        box.put(Ending())
-        box.close()
-        return box.path.name[-8:]
-
-    names = [box(1), box(2), box(1), box(1, "b"), box(1, "a", "b")]
-    assert len(set(names)) == 4
-    assert names[0] == names[2]
-    assert box(None) == names[0]  # may be equal
 
 
 @pytest.fixture
