@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from tests.support.frameworks import FrameworkBench, Training
+from tests.support.frameworks import (  # noqa: F401 - a fixture
+    FrameworkBench,
+    Training,
+    make_bench_without_server,
+)
 from tests.support.job_bench import EPOCH_OF_48, GPUS, NEVER, seconds_and_joules
 from tests.support.replay import ReplayMonitor
-from tests.support.servers import ServerProcess
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.energy import EnergyMonitor, Measurement
 from zeus_plugins.protocol import TrialState, TrialView
-
-NO_SERVER = cast("ServerProcess", None)
-
-
-@pytest.fixture(name="bench")
-def make_bench_without_server(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FrameworkBench:
-    monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
-    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
-    made: FrameworkBench = kind(NO_SERVER, "digits-1", tmp_path / "training")
-    return made
 
 
 def train(bench: FrameworkBench, monitor: EnergyMonitor, **options: Any) -> tuple[Training, TrialView]:

@@ -58,7 +58,10 @@ def test_miss_at_own_size_of_user_ends_launch(bench: FrameworkBench) -> None:
     assert bench.only_trial().state is TrialState.EXHAUSTED
 
 
-def test_diverged_run_is_finished_from_first_weights(bench: FrameworkBench) -> None:
+@pytest.mark.parametrize("diverges", [True, False])
+def test_run_is_finished_from_last_weights_or_after_divergence_from_first(
+    bench: FrameworkBench, diverges: bool
+) -> None:
     seen: dict[str, Any] = {}
 
     def weights() -> torch.Tensor:
@@ -71,27 +74,13 @@ def test_diverged_run_is_finished_from_first_weights(bench: FrameworkBench) -> N
         return lambda: seen.update({name: weights().detach().clone()})
 
     callback = missing_at_24(bench)
-    after = 2 * len(EPOCH_OF_24) + 1
-    work = Work({1: note("first"), 3: diverge, after: note("again")})
+    work = Work({1: note("first"), 2 * len(EPOCH_OF_24) + 1: note("again")} | ({3: diverge} if diverges else {}))
     training = bench.training(callback, work=work, epochs=2, scores=(0.1, 0.1, 0.9))
     seen["model"] = training.model
     training.train()
-    assert torch.equal(seen["first"], seen["again"])
+    assert torch.equal(seen["first"], seen["again"]) is diverges
     assert bool(weights().isfinite().all())
     assert callback.trial.verdict.converged
-
-
-def test_missed_run_is_finished_from_its_last_weights(bench: FrameworkBench) -> None:
-    seen: dict[str, Any] = {}
-
-    def note(name: str) -> Callable[[], None]:
-        return lambda: seen.update({name: next(seen["model"].parameters()).detach().clone()})
-
-    work = Work({1: note("first"), 2 * len(EPOCH_OF_24) + 1: note("again")})
-    training = bench.training(missing_at_24(bench), work=work, epochs=2, scores=(0.1, 0.1, 0.9))
-    seen["model"] = training.model
-    training.train()
-    assert not torch.equal(seen["first"], seen["again"])
 
 
 def test_learning_rates_of_rest_start_from_beginning(bench: FrameworkBench) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,14 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-from tests.support.frameworks import TRAIN_IMAGES, FrameworkBench, Training, Work
+from tests.support.frameworks import (  # noqa: F401 - a fixture
+    TRAIN_IMAGES,
+    FrameworkBench,
+    Training,
+    Work,
+    make_bench_without_server,
+)
 from tests.support.lightning_bench import digits as lightning_digits
-from tests.support.servers import ServerProcess
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.protocol import GP_VOI, EndReason, JobView, Origin, TrialState
 
@@ -24,14 +29,6 @@ NIGHTS = 10
 SCORES = (0.5, 1.0)  # the target is 0.9, and a training has two epochs
 
 MakeTraining = Callable[[Any, Work], Training]
-
-
-@pytest.fixture(name="bench")
-def make_bench_without_server(kind: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> FrameworkBench:
-    monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
-    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
-    made: FrameworkBench = kind(cast("ServerProcess", None), "digits-1", tmp_path / "training")
-    return made
 
 
 def view(bench: FrameworkBench) -> JobView:

@@ -56,16 +56,6 @@ class Keeping(Flaky):
         return super().__call__(request)
 
 
-def test_limits_are_sent_during_the_training() -> None:
-    server = Keeping(CONVERGED)
-    session = training(server)
-    session.keep_power_limits(CHOICE)
-    until(lambda: server.sent("PUT", PATH) == [SENT])
-    assert session.report_evaluation(0.95).converged
-    session.end()
-    assert server.sent("PUT", PATH) == [SENT]
-
-
 def test_step_does_not_wait_for_the_server_but_the_end_of_the_training_does() -> None:
     class Slow(Keeping):
         def __call__(self, request: httpx.Request) -> httpx.Response:

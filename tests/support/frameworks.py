@@ -263,3 +263,11 @@ def use_one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(name="bench")
+def make_bench_without_server(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FrameworkBench:
+    monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
+    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
+    made: FrameworkBench = kind(None, "digits-1", tmp_path / "training")
+    return made
