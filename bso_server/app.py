@@ -33,6 +33,7 @@ from bso_server.service.views import Tariff
 from bso_server.settings import Settings, parts
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import package_version
 
 logger = logging.getLogger("bso_server")
@@ -137,6 +138,8 @@ async def prepare(store: Store, *, migrate: bool = False) -> None:
     if migrate or store.is_sqlite:
         await store.migrate()
     await store.check_schema()
+    # The user of the database may have rights on the table of the schema only.
+    await store.read(Transaction.any_token)
 
 
 async def _say_who_is_served(settings: Settings, tokens: Tokens) -> None:

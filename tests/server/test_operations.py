@@ -436,7 +436,7 @@ def test_user_without_rights_on_the_tables_is_told_so(database_url: str) -> None
     assert bso_server("db", "upgrade", "--database-url", database_url).returncode == 0
     schema = f"{make_url(database_url).database}." if database_url.startswith("mysql") else ""
     with user_of(database_url, f"SELECT ON {schema}alembic_version") as user_url:
-        for command in (["jobs", "list"], ["token", "list"]):
+        for command in (["jobs", "list"], ["token", "list"], ["serve", "--port", str(free_port())]):
             answer = bso_server(*command, "--database-url", user_url)
             assert answer.returncode == 1
             assert "the user of its database lacks rights on it" in answer.stderr.splitlines()[-1]
