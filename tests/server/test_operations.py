@@ -376,9 +376,11 @@ def test_server_starts_only_behind_a_pooler_of_sessions(database_url: str, tmp_p
                 with serving(pooled, tmp_path) as server:
                     assert httpx.get(f"{server.url}/health/ready").status_code == 200
             else:
-                refused = bso_server("serve", "--database-url", pooled)
-                assert refused.returncode == 1
-                assert "let it pool sessions (pool_mode)" in refused.stderr.splitlines()[-1]
+                with (
+                    pytest.raises(AssertionError, match=r"(?s)did not start: .*let it pool sessions \(pool_mode\)"),
+                    serving(pooled, tmp_path),
+                ):
+                    pass
         finally:
             pooler.kill()
 
@@ -444,14 +446,14 @@ def test_user_without_rights_on_the_tables_is_told_so(database_url: str) -> None
 
 
 @pytest.mark.postgresql
-def test_database_that_cannot_store_every_text_is_refused() -> None:
+def test_database_that_cannot_store_every_text_is_refused(tmp_path: Path) -> None:
     name = f"zeus_test_{secrets.token_hex(6)}"
     administer(POSTGRES_URL, f"CREATE DATABASE {name} ENCODING 'LATIN1' TEMPLATE template0 LOCALE 'C'")
     try:
         url = make_url(POSTGRES_URL).set(database=name).render_as_string(hide_password=False)
-        answer = bso_server("serve", "--migrate", "--port", str(free_port()), "--database-url", url)
-        assert answer.returncode == 1
-        assert "the database's encoding is LATIN1: create it with ENCODING 'UTF8'" in answer.stderr.splitlines()[-1]
+        said = "the database's encoding is LATIN1: create it with ENCODING 'UTF8'"
+        with pytest.raises(AssertionError, match=f"(?s)did not start: .*{said}"), serving(url, tmp_path, "--migrate"):
+            pass
     finally:
         administer(POSTGRES_URL, f"DROP DATABASE {name} WITH (FORCE)")
 
