@@ -533,7 +533,7 @@ class BatchSizeService:
         """Abandon every trial with an expired lease, except locked ones; return their number."""
         abandoned = 0
         for job_id in await self._store.read(self.commands.jobs_to_reap):
-            abandoned += await self._store.write_at_once(self.commands.reap, job_id)
+            abandoned += await self._store.write(self.commands.reap, job_id)
         return abandoned
 
     async def delete_job(self, job_id: str) -> None:

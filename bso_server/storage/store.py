@@ -364,9 +364,7 @@ class Store:
             DatabaseUnavailableError: The database cannot be reached, aborts every attempt, does not answer in time, or
                 accepts no writes. `work` may have been committed.
         """
-        return await self._computing_first(
-            lambda: self._write(lambda transaction: work(transaction, *args, **kwargs), waits=True)
-        )
+        return await self._computing_first(lambda: self._write(lambda transaction: work(transaction, *args, **kwargs)))
 
     async def _computing_first(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Await an attempt, and repeat it after each computation that it needs first (`ComputeFirstError`).
@@ -397,15 +395,9 @@ class Store:
         try:
             async with self._computing:
                 compute, _ = await self._transact(needed.read, read_only=True)
-                await self._write(await asyncio.to_thread(compute), waits=True)
+                await self._write(await asyncio.to_thread(compute))
         finally:
             del self._computed[needed.key]
-
-    async def write_at_once(
-        self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Execute `work`, which waits for no locks, without queueing behind work that waits; otherwise like `write`."""
-        return await self._write(lambda transaction: work(transaction, *args, **kwargs), waits=False)
 
     async def write_in_batch(self, batch: Batch[Item, Answer], item: Item) -> Answer:
         """Execute a batch's work for an item, with other waiting items; raise like `write`, or the item's own error."""
@@ -419,13 +411,13 @@ class Store:
         )
         return done
 
-    async def _write(self, work: Work[T], *, waits: bool) -> T:
+    async def _write(self, work: Work[T]) -> T:
         done: T
         if self.is_sqlite and not self._is_patient:
             # Writers of a SQLite file wait for its only lock anyway.
             done, transaction = await self._groups.submit(work)
         else:
-            done, transaction = await self._transact(work, waits=waits)
+            done, transaction = await self._transact(work)
         transaction.publish(self.listener)
         return done
 

@@ -126,7 +126,7 @@ async def outcomes_without_waiting(server: JobService, *reports: tuple[TrialDisp
         group = [(result, UNRESTRICTED) for result in results]
         return ReportBatch(transaction, group, server.service.commands.moment(), waits=False).take()
 
-    return await server.store.write_at_once(take)
+    return (await server.store._transact(take, waits=False))[0]
 
 
 def checked_out(store: Store) -> int:
