@@ -24,10 +24,8 @@ _HEADERS_OF = {
     HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "5"},
 }
 
-# Messages that replace Litestar's, which do not say what to change.
-_WORDS_OF = {
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: f"the request's body has more than {MAX_BODY_BYTES} bytes: send less",
-}
+# Replaces Litestar's message, which does not say what to change.
+_TOO_LARGE = f"the request's body has more than {MAX_BODY_BYTES} bytes: send less"
 
 # The faulty part of a request that is refused before its fields are validated.
 _FIELD_OF = {
@@ -68,7 +66,7 @@ def invalid_request(request: AnyRequest, error: ValidationException) -> Response
 def http_error(_request: AnyRequest, error: HTTPException) -> Response[ErrorBody]:
     """Answer a request that Litestar refused, such as one for an unknown route."""
     status = HTTPStatus(error.status_code)
-    message = _WORDS_OF.get(status, error.detail)
+    message = _TOO_LARGE if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE else error.detail
     fields = [FieldError(field=_FIELD_OF[status], message=message)] if status in _FIELD_OF else []
     return _answer(status, message, fields, headers=error.headers)
 

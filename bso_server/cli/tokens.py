@@ -67,27 +67,27 @@ def _create(options: argparse.Namespace) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    found = with_store(options, lambda store: Tokens(store).listed())
+    found = with_store(options, lambda store: Tokens(store).all())
     if options.json:
-        print(json.dumps({"tokens": [_without_secrets(*each) for each in found]}, indent=2, default=datetime.isoformat))
+        print(json.dumps({"tokens": list(map(_without_secrets, found))}, indent=2, default=datetime.isoformat))
         return
-    columns: dict[str, Callable[[tuple[TokenRecord, int]], object]] = {
-        "ID": lambda each: each[0].token_id,
-        "NAME": lambda each: each[0].name,
-        "SCOPES": lambda each: " ".join(sorted(each[0].scopes)),
-        "JOBS": lambda each: f"{each[1]}{' (shares)' if each[0].shares_jobs else ''}",
-        "CREATED (UTC)": lambda each: each[0].created_at,
-        "ROTATED (UTC)": lambda each: each[0].rotated_at,
-        "OLD SECRET UNTIL": lambda each: each[0].previous_until,
-        "REVOKED (UTC)": lambda each: each[0].revoked_at,
+    columns: dict[str, Callable[[TokenRecord], object]] = {
+        "ID": lambda token: token.token_id,
+        "NAME": lambda token: token.name,
+        "SCOPES": lambda token: " ".join(sorted(token.scopes)),
+        "SHARES JOBS": lambda token: "yes" if token.shares_jobs else "no",
+        "CREATED (UTC)": lambda token: token.created_at,
+        "ROTATED (UTC)": lambda token: token.rotated_at,
+        "OLD SECRET UNTIL": lambda token: token.previous_until,
+        "REVOKED (UTC)": lambda token: token.revoked_at,
     }
     print(table_of(columns, found) if found else "no tokens")
 
 
-def _without_secrets(token: TokenRecord, jobs: int) -> dict[str, object]:
+def _without_secrets(token: TokenRecord) -> dict[str, object]:
     shown = ("token_id", "name", "shares_jobs", "created_at", "rotated_at", "revoked_at")
     values = {name: getattr(token, name) for name in shown}
-    return values | {"scopes": sorted(token.scopes), "previous_secret_until": token.previous_until, "jobs": jobs}
+    return values | {"scopes": sorted(token.scopes), "previous_secret_until": token.previous_until}
 
 
 def _rotate(options: argparse.Namespace) -> None:

@@ -282,11 +282,6 @@ class Tokens:
         """Return every token, oldest first."""
         return await self._store.read(Transaction.all_tokens)
 
-    async def listed(self) -> list[tuple[TokenRecord, int]]:
-        """Return every token, oldest first, with the number of its jobs."""
-        jobs = await self._store.read(Transaction.jobs_per_owner)
-        return [(record, jobs.get(record.token_id, 0)) for record in await self.all()]
-
     async def rotate(self, token_id: str, grace: timedelta = DEFAULT_GRACE) -> tuple[str, TokenRecord]:
         """Give a token another secret; return the token with it, and the record. Jobs and trials stay the token's.
 

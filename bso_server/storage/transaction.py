@@ -482,11 +482,6 @@ class Transaction:
         """Lock the token, and return it like `token`."""
         return next(map(token_from, self.rows(_TOKEN.with_for_update(), token_id=token_id)), None)
 
-    def jobs_per_owner(self) -> dict[str, int]:
-        """Return the number of jobs by token id, for tokens that have jobs."""
-        statement = sa.select(jobs.c.owner, sa.func.count()).where(jobs.c.owner.is_not(None)).group_by(jobs.c.owner)
-        return dict(map(tuple, self.tuples(statement)))
-
     def _trials(self, statement: Executable, **parameters: object) -> list[TrialRecord]:
         # Sorted here, because for ORDER BY SQLite would read all trials of the job.
         return sorted(map(trial_from, self.rows(statement, **parameters)), key=attrgetter("trial_number"))
