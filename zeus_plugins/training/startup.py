@@ -51,4 +51,8 @@ class FirstSteps:
         self._count += 1
         if self._count == _FIRST_STEPS + _LATER_STEPS and self._hook is not None:
             # Torch is iterating over its hooks, so that none may be removed now: replace this one by an empty call.
-            self._hook.hooks_dict_ref()[self._hook.id] = "".format
+            self._hook.hooks_dict_ref()[self._hook.id] = _ignore
+
+
+def _ignore(*_: Any) -> None:
+    """Replace a hook."""
