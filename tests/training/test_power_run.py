@@ -142,14 +142,24 @@ def test_resume_without_an_interruption_changes_nothing(training: Training) -> N
     assert training.samples == ()
 
 
-def test_server_is_informed_once_and_the_file_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "limits_w", "chosen_w"),
+    [(14, (100.0, 150.0, 200.0, 250.0), BEST_W), (6, (200.0, 250.0), None)],
+    ids=["finished", "unfinished"],
+)
+def test_search_is_kept_once_on_the_server_and_in_the_file(
+    tmp_path: Path, steps: int, limits_w: tuple[float, ...], chosen_w: float | None
+) -> None:
     keeper = Keeper()
     training = Training(keeper, profile_path=tmp_path / "{batch_size}.json")
-    training.steps(14)
+    training.steps(steps)
     training.run.end_steps()
     training.run.keep_unfinished()
-    assert [(len(choice.samples), choice.chosen_limit_w) for choice in keeper.kept] == [(4, BEST_W)]
-    assert is_as_the_table(PowerLimitProfile.load(tmp_path / "64.json"))
+    assert [(len(choice.samples), choice.chosen_limit_w) for choice in keeper.kept] == [(len(limits_w), chosen_w)]
+    profile = PowerLimitProfile.load(tmp_path / "64.json")
+    assert profile is not None
+    assert profile.limits_w == limits_w
+    assert bool(training.logged) is (chosen_w is not None)
 
 
 def test_limits_known_to_the_trial_are_not_measured_again() -> None:
@@ -166,19 +176,6 @@ def test_without_a_trial_the_given_size_counts(tmp_path: Path) -> None:
     profile = PowerLimitProfile.load(tmp_path / "16.json")
     assert profile is not None
     assert profile.batch_size == SIZE
-
-
-def test_unfinished_search_is_kept_for_the_next_training(tmp_path: Path) -> None:
-    keeper = Keeper()
-    training = Training(keeper, profile_path=tmp_path / "power.json")
-    training.steps(6)
-    training.run.end_steps()
-    training.run.keep_unfinished()
-    assert [(len(choice.samples), choice.chosen_limit_w) for choice in keeper.kept] == [(2, None)]
-    profile = PowerLimitProfile.load(tmp_path / "power.json")
-    assert profile is not None
-    assert profile.limits_w == (200.0, 250.0)
-    assert training.logged == []
 
 
 def test_further_ranks_store_and_log_nothing(tmp_path: Path) -> None:
