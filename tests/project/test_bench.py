@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fleet_load
+from benchmarks import fleet_load, growth
 from benchmarks.driver import HEARTBEAT, RequestFigures, encode, exchange, percentile
 from benchmarks.fleet_load import FleetFigures, judge
 from benchmarks.processes import BenchmarkError, Meter, Target
+from bso_server.service.health import TotalsReader
+from bso_server.service.verdicts import update_all
 from tests.support.servers import ServerProcess, free_port
+from tests.support.service import job_service
+from zeus_plugins.protocol import GP_VOI, TrialState
 
 
 def test_gate_holds_the_figures_against_the_limits() -> None:
@@ -75,3 +79,27 @@ def test_fleet_reports_and_sends_heartbeats_at_the_set_pace(tmp_path: Path, caps
     shown = capsys.readouterr().out
     assert "0 without success" in shown
     assert "The gate" not in shown
+
+
+async def test_copies_of_a_job_are_whole_jobs(tmp_path: Path) -> None:
+    url = f"sqlite+aiosqlite:///{tmp_path / 'bso.sqlite3'}"
+    async with job_service(url, job_id=growth.JOB, policy=GP_VOI) as server:
+        await server.reach(await server.suggest())
+        await update_all(server.store)
+        await growth.change(url, *growth.copies(3))
+        totals = await TotalsReader(server.store).read()
+        assert [*totals] == ["job-0", "job-1", "job-2"]
+        assert [each.trials for each in totals.values()] == [{TrialState.COMPLETED: 1}] * 3
+        for server.job_id in totals:
+            assert await server.differences() == []
+            assert (await server.show()).job.job_id == server.job_id
+
+
+def test_longer_history_repeats_the_runs_with_later_events() -> None:
+    trials = [{"trial_number": n, "started_event": 2 * n - 1, "ended_event": 2 * n, "size": n} for n in (1, 2)]
+    job, *runs = growth.longer([{"trials": 2}, *trials], 5)
+    assert job == {"trials": 5}
+    assert [(run["trial_number"], run["started_event"], run["ended_event"]) for run in runs] == [
+        (n, 2 * n - 1, 2 * n) for n in range(1, 6)
+    ]
+    assert [run["size"] for run in runs] == [1, 2, 1, 2, 1]
