@@ -16,7 +16,7 @@ from bso_server.storage.rows import StoredPowerProfile
 from bso_server.storage.store import Store
 from bso_server.storage.tables import trials
 from bso_server.storage.transaction import Transaction
-from tests.support.databases import DATABASES
+from tests.support.databases import DATABASES, MYSQL_SNAPSHOTS
 from tests.support.exports import exported, import_lines, renamed
 from tests.support.properties import examples
 from tests.support.service import ACTIONS, START, JobService, act, new_job, trial_id
@@ -258,6 +258,7 @@ async def test_changed_power_limit_of_the_same_gpus_keeps_the_costs(bso: JobServ
     assert await bso.differences() == []
 
 
+@pytest.mark.parametrize("database_url", [*DATABASES, MYSQL_SNAPSHOTS], indirect=True, scope="module")
 async def test_concurrent_alternating_registrations_leave_a_consistent_job(bso: JobService) -> None:
     """The last registration decides, and each trial keeps its terms."""
     trials = [await bso.suggest() for _ in range(2)]

@@ -14,8 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.databases import DATABASES, MYSQL_SNAPSHOTS
 from tests.support.jobs import THREE_SIZES, job
 from tests.support.servers import ServerProcess
+
+pytestmark = pytest.mark.parametrize("database_url", [*DATABASES, MYSQL_SNAPSHOTS], indirect=True, scope="module")
 
 PATIENCE_S = 120.0
 

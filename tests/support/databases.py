@@ -21,6 +21,8 @@ MYSQL_URL = os.environ.get("ZEUS_TEST_MYSQL_URL", "mysql+asyncmy://root@127.0.0.
 
 POSTGRESQL = pytest.param("postgresql", marks=pytest.mark.postgresql)
 MYSQL = pytest.param("mysql", marks=pytest.mark.mysql)
+MYSQL_SNAPSHOTS = pytest.param("mysql-snapshots", marks=pytest.mark.mysql)
+"""MariaDB with `innodb_snapshot_isolation`, its default from version 11.6.2 on."""
 DATABASES = ("sqlite", POSTGRESQL, MYSQL)
 """The kinds of databases, as parameters of the fixture `database_url`."""
 
@@ -98,4 +100,5 @@ def empty_database(kind: str, folder: Path) -> Iterator[str]:
         yield f"{kind}:///{folder / 'bso.sqlite3'}"
     else:
         with fresh_database(POSTGRES_URL if kind == "postgresql" else MYSQL_URL) as url:
-            yield url
+            options = {"init_command": "SET innodb_snapshot_isolation = ON"} if kind == "mysql-snapshots" else {}
+            yield make_url(url).update_query_dict(options).render_as_string(hide_password=False)
