@@ -19,7 +19,7 @@ from tests.support.power_limit_bench import record_limit
 from tests.support.servers import ServerProcess, bso_server, free_port
 from tests.support.tokens import make_token
 from zeus_plugins.cli import doctor, main
-from zeus_plugins.energy import EnergyUnavailableError
+from zeus_plugins.energy.nvml import open_gpus
 from zeus_plugins.energy.rapl import POWERCAP
 from zeus_plugins.environment import VARIABLES
 
@@ -256,11 +256,9 @@ def test_every_variable_is_listed_set_or_not_and_secrets_are_masked(ask: Any, sh
 def test_broken_driver_is_a_warning_and_a_missing_one_is_none(
     said: str, level: str, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_gpus() -> list[object]:
-        raise EnergyUnavailableError(f"the NVIDIA driver does not answer: {said}")
-
-    monkeypatch.setattr(doctor, "open_gpus", open_gpus)
-    assert ask().only("nvidia") == (level, f"no GPU: the NVIDIA driver does not answer: {said}")
+    monkeypatch.setattr(doctor, "open_gpus", lambda: open_gpus(nvml=FakeNvml(broken=said)))
+    found, text = ask().only("nvidia")
+    assert (found, text.startswith(f"no GPU: the NVIDIA driver does not answer: {said}")) == (level, True)
 
 
 def test_reader_that_leaves_ends_the_command_without_a_traceback() -> None:

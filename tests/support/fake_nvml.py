@@ -24,6 +24,10 @@ class FakeNvmlError(Exception):
     """Equivalent of NVMLError, raised by `FakeNvml`."""
 
 
+class FakeLibraryNotFoundError(FakeNvmlError):
+    """Equivalent of NVMLError_LibraryNotFound."""
+
+
 @dataclass
 class FakeGpu:
     """A GPU of a simulated machine. None means an unsupported query."""
@@ -86,6 +90,7 @@ class FakeNvml:
     machine: list[FakeGpu] = field(default_factory=lambda: [FakeGpu()])
     broken: str = ""
     NVMLError: type[Exception] = FakeNvmlError
+    NVMLError_LibraryNotFound: type[Exception] = FakeLibraryNotFoundError
     calls: list[str] = field(default_factory=list)
 
     def spend(self, *energies_mj: int) -> None:
@@ -96,7 +101,7 @@ class FakeNvml:
     def nvmlInit(self) -> None:  # noqa: N802  NVML's own name, here and below
         self.calls.append("nvmlInit")
         if self.broken:
-            raise FakeNvmlError(self.broken)
+            raise (FakeLibraryNotFoundError if "Library Not Found" in self.broken else FakeNvmlError)(self.broken)
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         return len(self.machine)

@@ -18,7 +18,7 @@ from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.energy import EnergyUnavailableError
 from zeus_plugins.energy.auto import choose
-from zeus_plugins.energy.monitor import answer_or_none
+from zeus_plugins.energy.monitor import BrokenDriverError, answer_or_none
 from zeus_plugins.energy.nvml import open_gpus
 from zeus_plugins.environment import STATE_DIRECTORY, VARIABLES
 from zeus_plugins.errors import (
@@ -110,8 +110,8 @@ def _nvidia_gpus() -> Iterator[Finding]:
     try:
         gpus = open_gpus()
     except EnergyUnavailableError as unavailable:
-        is_broken = "does not answer" in unavailable.cause and "Library Not Found" not in unavailable.cause
-        yield Finding("nvidia", Level.WARNING if is_broken else Level.OK, f"no GPU: {unavailable.cause}")
+        level = Level.WARNING if isinstance(unavailable, BrokenDriverError) else Level.OK
+        yield Finding("nvidia", level, f"no GPU: {unavailable.cause}")
         return
     except ZeusBSOConfigError as error:
         yield Finding("nvidia", Level.PROBLEM, str(error))

@@ -59,6 +59,10 @@ class NoGpuError(EnergyUnavailableError):
     """No GPU is available to the training, so it runs on the CPU."""
 
 
+class BrokenDriverError(NoGpuError):
+    """The driver of the GPUs is installed, but answers with an error."""
+
+
 class UnmeasuredGpuError(EnergyUnavailableError):
     """The training uses GPUs that cannot be measured; the attributes describe them for an `EstimateMonitor`."""
 

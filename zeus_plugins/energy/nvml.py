@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from zeus_plugins.energy.counters import SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPower
 from zeus_plugins.energy.monitor import (
+    BrokenDriverError,
     Choice,
     EnergyUnavailableError,
     MonitorRequest,
@@ -440,9 +441,11 @@ def _open_machine(nvml: Nvml) -> tuple[list[NvmlGpu], list[str]]:
         nvml.nvmlInit()
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError as error:
-        remedy = " (in a container, NVIDIA_DRIVER_CAPABILITIES=compute,utility shows it)"
-        missing = remedy if "Library Not Found" in str(error) else ""
-        raise NoGpuError(f"the NVIDIA driver does not answer: {error}{missing}") from error
+        said = f"the NVIDIA driver does not answer: {error}"
+        if isinstance(error, nvml.NVMLError_LibraryNotFound):
+            remedy = "(in a container, NVIDIA_DRIVER_CAPABILITIES=compute,utility shows it)"
+            raise NoGpuError(f"{said} {remedy}") from error
+        raise BrokenDriverError(said) from error
     if not hasattr(nvml, "nvmlDeviceGetMigMode"):
         raise EnergyUnavailableError("another package replaces pynvml: reinstall nvidia-ml-py")
     gpus: list[NvmlGpu] = []
