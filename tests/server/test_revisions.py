@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bso_server.errors import BsoError, InvalidImportError, InvalidJobError, InvalidReportError, JobConflictError
+from bso_server.service.reading import explain
 from bso_server.storage.rows import StoredPowerProfile
 from bso_server.storage.store import Store
 from bso_server.storage.tables import trials
@@ -308,9 +309,17 @@ async def test_verdict_on_savings_is_relearned_after_a_revision(store: Store) ->
             await server.service.reports.record_report(TrainingResult(**trial, **totals, judged_by=None))
     before = (await server.show()).savings.cost_j.now
     await revise(server, eta_knob=1.0)
-    after = (await server.show()).savings.cost_j.now
+    view = await server.show()
+    after = view.savings.cost_j.now
     assert before is not None
     assert after is not None
+    expected = {arm.batch_size: arm.expected_cost_j or 0.0 for arm in view.arms}
+    assert expected[16] == pytest.approx(expected[8] / (1 - after.middle))
+    decision = (await store.read(explain, server.job_id)).decision
+    assert decision is not None
+    assert {size.batch_size: size.expected_cost_j for size in decision.sizes}[16] == pytest.approx(
+        expected[16], rel=1e-3
+    )
     assert (before.middle, after.middle) == pytest.approx((0.4, 0.8), abs=0.05)
 
 
