@@ -156,6 +156,11 @@ class TrialInfo(WireMessage):
         return self.verdict is not None and self.verdict.reason is EndReason.MAX_EPOCHS_REACHED
 
     @property
+    def epochs(self) -> float | None:
+        """Epochs trained at the latest evaluation; None before the first."""
+        return self.epoch
+
+    @property
     def outcome(self) -> str:
         """The reason why the training ended, in words."""
         return "no evaluation was reported" if self.verdict is None else self.verdict.message
