@@ -23,7 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 VERSION: str = PROJECT["version"]
 
 # Extras for developers of the project; all remaining extras are for users.
-_OWN_EXTRAS = frozenset({"bench", "deploy", "dev", "docs", "integrations", "maintenance"})
+_OWN_EXTRAS = frozenset({"deploy", "dev", "docs", "integrations", "maintenance"})
 USERS_EXTRAS = [extra for extra in PROJECT["optional-dependencies"] if extra not in _OWN_EXTRAS]
 
 _TOOLS = ("build>=1.2", "cyclonedx-bom>=7.0", "pip-licenses>=5.0", "twine>=6.0")
