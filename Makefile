@@ -75,7 +75,7 @@ coverage: $(STAMP)
 
 # The size of both packages. This limit is never raised: a feature that needs room takes it from another. It falls with each
 # clean-up, to 37,500.
-MOST_LINES := 38532
+MOST_LINES := 38015
 
 lint: $(STAMP)
 	@lines=$$(find zeus_plugins bso_server -name '*.py' -exec cat {} + | wc -l); [ $$lines -le $(MOST_LINES) ] \

@@ -24,7 +24,8 @@ from zeus_plugins.protocol import GP_VOI, ZEUS
 
 JOB, RUNS, REPEATS = "job-0", 20, 5
 EXPORT = "api/jobs/job-0/export"
-READS = {"list": "ui/", "search": "ui/?q=b-0", "job": "ui/jobs/job-0", "report": "ui/report", "export": EXPORT}
+PAGES = {"list": "ui/", "search": "ui/?q=b-0", "page of a job": "ui/jobs/job-0", "report": "ui/report"}
+READS = {**PAGES, "export": EXPORT}
 
 Times = tuple[float, float]
 """Milliseconds until an answer, and of the server's CPU time."""
@@ -44,8 +45,12 @@ def main() -> None:
                 url = options.database_url or f"sqlite+aiosqlite:///{folder}/bso.sqlite3"
                 columns[f"{jobs:,} × {runs:,}"] = measured(url, Path(folder), policy, jobs, runs)
         names = next(iter(columns.values()))
-        rows = [[name, *("{:.3g} ({:.3g})".format(*each[name]) for each in columns.values())] for name in names]
+        rows = [[name, *("{} ({})".format(*map(_short, each[name])) for each in columns.values())] for name in names]
         print(f"{markdown_table([[f'`{policy}`', *columns], *rows])}\n", flush=True)
+
+
+def _short(value_ms: float) -> str:
+    return f"{value_ms:,.0f}" if value_ms >= 100 else f"{value_ms:.3g}"
 
 
 def measured(url: str, folder: Path, policy: str, jobs: int, runs: int) -> dict[str, Times]:
@@ -68,7 +73,8 @@ def measured(url: str, folder: Path, policy: str, jobs: int, runs: int) -> dict[
     with serving_bso(url, folder) as server:
         times = {name: [ask(server, path)[1] for _ in range(REPEATS)] for name, path in READS.items()}
         ends = [(*run(server), ask(server, "ui/")[1]) for _ in range(REPEATS)]
-        for name, each in zip(("batch size", "end of a run", "list after it"), zip(*ends, strict=True), strict=True):
+        kinds = "batch size", "last report of a run", "list after it"
+        for name, each in zip(kinds, zip(*ends, strict=True), strict=True):
             times[name] = [*each]
         times["metrics"] = [ask(server, "metrics", until=b"zeus_bso_jobs{")[1]]
     return {name: tuple(map(median, zip(*each, strict=True))) for name, each in times.items()}
