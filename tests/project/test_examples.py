@@ -16,6 +16,7 @@ from tests.support import ROOT, warm
 from tests.support.servers import ServerProcess
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialState
+from zeus_plugins.training.startup import FirstSteps
 
 EXAMPLES = ROOT / "examples"
 MEASURED = {TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED}
@@ -94,6 +95,7 @@ def test_changed_sentiment_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: p
             now_s[0] += 0.001 + 2e-7 * inputs[0].numel()
 
     monkeypatch.setattr("time.process_time", lambda: now_s[0])
+    monkeypatch.setattr("zeus_plugins.training.session.FirstSteps", lambda: FirstSteps(lambda: now_s[0]))
     monkeypatch.setattr(sys, "argv", ["sentiment_drift.py", "--recurrences", "28", "--change", "14"])
     threads, hook = torch.get_num_threads(), torch.nn.modules.module.register_module_forward_hook(pass_time)
     try:
