@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,20 @@ def moved_to(revision: str, move: Callable[[Config, str], None] = command.upgrad
     return step
 
 
+def with_empty_store(kind: str, folder: Path, use: Callable[[Store], Awaitable[None]]) -> None:
+    """Call a function with the store of an empty database, and close the store."""
+
+    async def used(database_url: str) -> None:
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
+        try:
+            await use(store)
+        finally:
+            await store.close()
+
+    with empty_database(kind, folder) as database_url:
+        asyncio.run(used(database_url))
+
+
 async def changed(store: Store, *steps: Callable[[sa.Connection], None]) -> None:
     for step in steps:
         await store._database.transact(step, read_only=False, timeout_s=60.0)
@@ -102,22 +116,17 @@ async def changed(store: Store, *steps: Callable[[sa.Connection], None]) -> None
 
 @pytest.mark.parametrize("kind", DATABASES)
 def test_migration_from_the_first_schema_keeps_totals_of_first_reports(kind: str, tmp_path: Path) -> None:
-    async def migrate(database_url: str) -> None:
-        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
-        try:
-            await changed(store, moved_to("0001"), add_rows_of_version_1)
-            await store.migrate()
-            trials = await store.read(Transaction.all_trials, "old")
-            first = [(trial.first_epoch, trial.first_time_s, trial.first_energy_j) for trial in trials]
-            assert first == [(1.0, 3.0, 100.0), (1.0, 2.0, 90.0), (1.0, 2.0, 90.0)]
-            assert [(trial.deviations, trial.other_gpus) for trial in trials] == [(None, False)] * 3
-            # The row of the job lacks its cheapest trial.
-            assert [each for each in await store.read(differences, "old") if "cheapest" not in each] == []
-        finally:
-            await store.close()
+    async def migrate(store: Store) -> None:
+        await changed(store, moved_to("0001"), add_rows_of_version_1)
+        await store.migrate()
+        trials = await store.read(Transaction.all_trials, "old")
+        first = [(trial.first_epoch, trial.first_time_s, trial.first_energy_j) for trial in trials]
+        assert first == [(1.0, 3.0, 100.0), (1.0, 2.0, 90.0), (1.0, 2.0, 90.0)]
+        assert [(trial.deviations, trial.other_gpus) for trial in trials] == [(None, False)] * 3
+        # The row of the job lacks its cheapest trial.
+        assert [each for each in await store.read(differences, "old") if "cheapest" not in each] == []
 
-    with empty_database(kind, tmp_path) as database_url:
-        asyncio.run(migrate(database_url))
+    with_empty_store(kind, tmp_path, migrate)
 
 
 PROBE = {"gpus": {"max_power": 100, "number_of_gpus": 1, "gpu_model": "V100"}, "sizes": [], "critical_batch_size": 90}
@@ -184,80 +193,65 @@ async def decide_and_verify(services: list[JobService]) -> None:
 
 @pytest.mark.parametrize("kind", DATABASES)
 def test_migration_drops_unused_rows_and_no_job_or_trial(kind: str, tmp_path: Path) -> None:
-    async def migrate(database_url: str) -> None:
-        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
+    async def migrate(store: Store) -> None:
         services = [
             JobService(store, job_id=f"job-{policy}", job_id_prefix="job", policy=policy) for policy in (GP_VOI, ZEUS)
         ]
-        try:
-            await store.migrate()
-            for service in services:
-                await service.service.register(service.job)
-                await service.reach(await service.suggest())
-                await service.end(await service.suggest())
-                await service.suggest()
-            before = await facts(store)
-            await changed(store, moved_to("0005", command.downgrade), add_rows_of_version_5)
-            assert await counts(store) == [2, 1, 1]
-            await store.migrate()
-            assert await facts(store) == before
-            await decide_and_verify(services)
-            later = await facts(store)
-            await changed(store, moved_to("0005", command.downgrade))
-            assert await counts(store) == [0, 0, 0]
-            assert await facts(store) == later
-            await store.migrate()
-            await decide_and_verify(services)
-        finally:
-            await store.close()
+        await store.migrate()
+        for service in services:
+            await service.service.register(service.job)
+            await service.reach(await service.suggest())
+            await service.end(await service.suggest())
+            await service.suggest()
+        before = await facts(store)
+        await changed(store, moved_to("0005", command.downgrade), add_rows_of_version_5)
+        assert await counts(store) == [2, 1, 1]
+        await store.migrate()
+        assert await facts(store) == before
+        await decide_and_verify(services)
+        later = await facts(store)
+        await changed(store, moved_to("0005", command.downgrade))
+        assert await counts(store) == [0, 0, 0]
+        assert await facts(store) == later
+        await store.migrate()
+        await decide_and_verify(services)
 
-    with empty_database(kind, tmp_path) as database_url:
-        asyncio.run(migrate(database_url))
+    with_empty_store(kind, tmp_path, migrate)
 
 
 @pytest.mark.parametrize("kind", DATABASES)
 def test_start_ups_are_unknown_before_their_migration(kind: str, tmp_path: Path) -> None:
-    async def migrate(database_url: str) -> None:
-        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
+    async def migrate(store: Store) -> None:
         service = JobService(store, job_id="job", job_id_prefix="job", policy=GP_VOI)
-        try:
-            await store.migrate()
-            await service.service.register(service.job)
-            await service.reach(await service.suggest(), startup_s=0.5)
-            assert [each.startup_s for each in (await service.show()).trials] == [0.5]
-            kept = await facts(store)
-            await changed(store, moved_to("0007", command.downgrade))
-            assert await facts(store) == kept
-            await store.migrate()
-            assert [each.startup_s for each in (await service.show()).trials] == [None]
-            await decide_and_verify([service])
-        finally:
-            await store.close()
+        await store.migrate()
+        await service.service.register(service.job)
+        await service.reach(await service.suggest(), startup_s=0.5)
+        assert [each.startup_s for each in (await service.show()).trials] == [0.5]
+        kept = await facts(store)
+        await changed(store, moved_to("0007", command.downgrade))
+        assert await facts(store) == kept
+        await store.migrate()
+        assert [each.startup_s for each in (await service.show()).trials] == [None]
+        await decide_and_verify([service])
 
-    with empty_database(kind, tmp_path) as database_url:
-        asyncio.run(migrate(database_url))
+    with_empty_store(kind, tmp_path, migrate)
 
 
 @pytest.mark.parametrize("kind", DATABASES)
 def test_verdicts_are_computed_after_an_upgrade_and_dropped_by_a_downgrade(kind: str, tmp_path: Path) -> None:
-    async def migrate(database_url: str) -> None:
-        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
+    async def migrate(store: Store) -> None:
         service = JobService(store, policy=GP_VOI)
-        try:
-            await changed(store, moved_to("0008"))
-            await service.service.register(service.job)
-            await service.reach(await service.suggest())
-            before = await facts(store)
-            for _ in range(2):
-                await store.migrate()
-                assert await update_all(store) == 0
-                kept = await store.read(lambda transaction: transaction.verdict(known_job(transaction, service.job_id)))
-                assert kept is not None
-                assert kept[1].savings == (await service.show()).savings
-                await changed(store, moved_to("0008", command.downgrade))
-                assert await facts(store) == before
-        finally:
-            await store.close()
+        await changed(store, moved_to("0008"))
+        await service.service.register(service.job)
+        await service.reach(await service.suggest())
+        before = await facts(store)
+        for _ in range(2):
+            await store.migrate()
+            assert await update_all(store) == 0
+            kept = await store.read(lambda transaction: transaction.verdict(known_job(transaction, service.job_id)))
+            assert kept is not None
+            assert kept[1].savings == (await service.show()).savings
+            await changed(store, moved_to("0008", command.downgrade))
+            assert await facts(store) == before
 
-    with empty_database(kind, tmp_path) as database_url:
-        asyncio.run(migrate(database_url))
+    with_empty_store(kind, tmp_path, migrate)
