@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import torch
+import torch._dynamo  # before the process group exists; otherwise gloo's threads outlive it and may abort the exit
 import torch.distributed as dist
 from images import TARGETS, add_arguments, load
 from torch import nn
