@@ -255,8 +255,10 @@ class TestTotals:
             others = [CreatedJob.model_validate(jobs.job()) for _ in range(4)]
             for each in others:
                 await server.service.register(each)
-            totals = await TotalsReader(server.store).read()
-            assert list(totals) == sorted([server.job_id, *(each.job_id for each in others)])
+            expected = sorted([server.job_id, *(each.job_id for each in others)])
+            assert list(await TotalsReader(server.store).read()) == expected
+            # A job on two pages would cost the report and the metrics its reading twice.
+            assert [job.job_id async for page in verdicts.judged_jobs(server.store) for job in page] == expected
 
 
 def totals_of_a_job(*, word: SavingsWord = SavingsWord.NOT_SHOWN, energy_j: float = 5.0) -> JobTotals:
