@@ -222,7 +222,7 @@ def _use(python: Path, home: Path, *, has_server: bool) -> None:
     if (said := _run([programs / "zeus-plugins", "--version"], home)) != f"zeus-plugins {VERSION}\n":
         raise ReleaseError(f"zeus-plugins --version says {said!r}, not {VERSION}")
     _run([programs / "zeus-plugins", "doctor"], home, statuses=(0, 1))
-    _run([programs / "zeus-plugins", "energy", "--monitor", "estimate", "--power-w", "65", "--", python, "-V"], home)
+    _run([programs / "zeus-plugins", "energy", "--", python, "-V"], home)
     if has_server:
         _run([python, "-c", _SERVER_USE], home)
         shown = json.loads(_run([programs / "bso-server", "jobs", "list", "--json"], home))

@@ -119,18 +119,10 @@ ESTIMATED_POWER_W = Variable(
     "watts",
 )
 IDLE_POWER_W = Variable(
-    "ZEUS_IDLE_POWER_W",
-    "the power that the measured devices together draw at rest, to show the energy above it",
-    unit="watts",
+    "ZEUS_IDLE_POWER_W", "a power that is no longer read: subtract it × `zeus/time_s` from `zeus/energy_j`"
 )
-PRICE_PER_KWH = Variable(
-    "ZEUS_PRICE_PER_KWH",
-    "the price of a kilowatt-hour, in any currency, or a CSV file of prices by time",
-    unit="per kWh",
-)
-CO2_G_PER_KWH = Variable(
-    "ZEUS_CO2_G_PER_KWH", "the CO2 that the grid emits for a kilowatt-hour, or a CSV file by time", unit="g per kWh"
-)
+PRICE_PER_KWH = Variable("ZEUS_PRICE_PER_KWH", "the price of a kilowatt-hour, in any currency", unit="per kWh")
+CO2_G_PER_KWH = Variable("ZEUS_CO2_G_PER_KWH", "the CO2 that the grid emits for a kilowatt-hour", unit="g per kWh")
 PUE = Variable("ZEUS_PUE", "a factor that is no longer read: multiply the price and the CO2 by it")
 EMISSIONS_FILE = Variable(
     "ZEUS_EMISSIONS_FILE", "a file that is no longer written: trackers get `zeus/energy_j` and `zeus/co2_g`"

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +20,24 @@ from zeus_plugins import energy
 from zeus_plugins.cli import energy as energy_command
 from zeus_plugins.cli import main
 
-ENERGY = [sys.executable, "-m", "zeus_plugins", "energy"]
-STATED = ["--monitor", "estimate", "--power-w", "100"]
+# The program, on any machine as on a machine without counters for which 100 W are stated.
+PROGRAM = """
+import sys
+from functools import partial
+from zeus_plugins import energy
+from zeus_plugins.cli import main
+energy.auto = partial(energy.auto, 100.0, probes=())
+sys.exit(main())
+"""
+ENERGY = [sys.executable, "-c", PROGRAM, "energy"]
 SOURCE = energy.EstimateMonitor(100.0).source
 LONG_S = 60.0
+
+
+@pytest.fixture
+def stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command find no counter, and 100 W stated."""
+    monkeypatch.setattr(energy, "auto", partial(energy.auto, 100.0, probes=()))
 
 
 def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -36,7 +51,7 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 def test_time_and_energy_are_reported_beside_the_output_of_the_command() -> None:
     command = ["sh", "-c", "cat; echo error >&2; sleep 0.3; exit 3"]
     done = subprocess.run(
-        [*ENERGY, *STATED, "--json", "--", *command],
+        [*ENERGY, "--json", "--", *command],
         capture_output=True,
         text=True,
         check=False,
@@ -44,7 +59,8 @@ def test_time_and_energy_are_reported_beside_the_output_of_the_command() -> None
         input="input",
     )
     assert (done.returncode, done.stdout) == (3, "input")
-    first, last = done.stderr.splitlines()
+    warning, first, last = done.stderr.splitlines()
+    assert warning.startswith("energy is estimated as 100 W × CPU time / cores, not measured")
     assert first == "error"
     told = json.loads(last)
     assert told["time_s"] >= 0.3
@@ -61,25 +77,29 @@ def test_time_and_energy_are_reported_beside_the_output_of_the_command() -> None
     }
 
 
+@pytest.mark.usefixtures("stated")
 def test_text_output_is_a_single_line(capfd: pytest.CaptureFixture[str]) -> None:
-    status, errors = run(capfd, *STATED, "sh", "-c", "exit 0")
+    status, errors = run(capfd, "sh", "-c", "exit 0")
     assert status == 0
     line = r"zeus-plugins energy: [\d.]+ s, [\d.]+ J, [\d.]+ W on average \(" + re.escape(SOURCE) + r"\)\n"
     assert re.fullmatch(line, errors), errors
 
 
+@pytest.mark.usefixtures("stated")
 def test_report_can_be_written_to_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(capfd, *STATED, "--json", "--output", str(tmp_path / "told.json"), "--", "true") == (0, "")
+    assert run(capfd, "--json", "--output", str(tmp_path / "told.json"), "--", "true") == (0, "")
     assert json.loads((tmp_path / "told.json").read_text())["exit_status"] == 0
 
 
+@pytest.mark.usefixtures("stated")
 def test_unwritable_file_loses_neither_figures_nor_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    status, errors = run(capfd, *STATED, "--output", str(tmp_path / "absent" / "told"), "--", "sh", "-c", "exit 4")
+    status, errors = run(capfd, "--output", str(tmp_path / "absent" / "told"), "--", "sh", "-c", "exit 4")
     assert status == 4
     assert "No such file or directory" in errors
     assert "W on average" in errors
 
 
+@pytest.mark.usefixtures("stated")
 @pytest.mark.parametrize(
     ("command", "status", "says"),
     [
@@ -91,15 +111,20 @@ def test_unwritable_file_loses_neither_figures_nor_status(tmp_path: Path, capfd:
 def test_abnormal_end_of_the_command_sets_the_exit_status(
     command: list[str], status: int, says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found, errors = run(capfd, *STATED, "--", *command)
+    found, errors = run(capfd, "--", *command)
     assert found == status
     assert says in errors
 
 
-def test_command_is_not_run_without_a_working_monitor(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    status, errors = run(capfd, "--monitor", "estimate", "--", "touch", str(tmp_path / "touched"))
+def test_command_is_not_run_without_a_working_monitor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gpus = [FakeGpu(), FakeGpu(name="NVIDIA A100", uuid="GPU-1")]
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus))
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    status, errors = run(capfd, "--", "touch", str(tmp_path / "touched"))
     assert status == 125
-    assert "pass --power-w or set ZEUS_ESTIMATED_POWER_W" in errors
+    assert "several models" in errors
     assert not (tmp_path / "touched").exists()
 
 
@@ -123,7 +148,7 @@ while True:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_signals_are_forwarded_to_the_command(number: signal.Signals) -> None:
     with subprocess.Popen(
-        [*ENERGY, *STATED, "--", sys.executable, "-c", WAITS],
+        [*ENERGY, "--", sys.executable, "-c", WAITS],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -162,7 +187,7 @@ def test_ctrl_c_of_the_terminal_is_not_forwarded_twice(place: str, interrupts: i
 
     child, terminal = pty.fork()
     if child == 0:
-        os.execv(sys.executable, [*ENERGY, *STATED, "--", sys.executable, "-c", COUNTS, place])  # noqa: S606 - no shell
+        os.execv(sys.executable, [*ENERGY, "--", sys.executable, "-c", COUNTS, place])  # noqa: S606 - no shell
     seen = b""
 
     def read_until(end: bytes) -> None:
@@ -180,39 +205,41 @@ def test_ctrl_c_of_the_terminal_is_not_forwarded_twice(place: str, interrupts: i
     assert f"interrupts: {interrupts}\r\n".encode() in seen
 
 
-@pytest.mark.parametrize(
-    ("name", "source"), [("auto", "nvml"), ("nvml", "nvml"), ("nvml-power", "nvml power, integrated")]
-)
-def test_every_monitor_can_be_selected(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, source: str
+@pytest.mark.parametrize(("counter_mj", "source"), [(7_000_000, "nvml"), (None, "nvml power, integrated")])
+def test_best_monitor_of_the_machine_measures(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], counter_mj: int | None, source: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(power_mw=50_000)]))
-    status, errors = run(capfd, "--monitor", name, "--json", "--", "true")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(counter_mj=counter_mj, power_mw=50_000)]))
+    status, errors = run(capfd, "--json", "--", "true")
     assert (status, json.loads(errors)["energy_source"]) == (0, source)
 
 
-def test_missing_monitor_is_reported_with_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
-    status, errors = run(capfd, "--monitor", "rapl", "--json", "--", "true")
-    assert (status == 125 and "RAPL" in errors) or status == 0
-
-
-def test_removed_monitor_is_refused_with_the_replacement(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("removed", "instead"),
+    [
+        (["--monitor", "rapl"], "leave it out, and the machine's best monitor measures. CUDA_VISIBLE_DEVICES= selects"),
+        (["--monitor=amdsmi"], "Zeus reads AMD GPUs (python -m zeus.monitor energy)"),
+        (["--power-w", "65"], "set ZEUS_ESTIMATED_POWER_W"),
+        (["--scope", "node"], "the monitor's devices count; CUDA_VISIBLE_DEVICES= selects CPU and memory"),
+    ],
+)
+def test_removed_option_is_refused_with_the_replacement(
+    capfd: pytest.CaptureFixture[str], removed: list[str], instead: str
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["energy", "--monitor", "amdsmi", "--", "true"])
-    assert "amdsmi was removed: Zeus reads AMD GPUs" in capfd.readouterr().err
-
-
-def test_removed_scope_is_refused_with_the_replacement(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["energy", "--scope", "node", "--", "true"])
-    assert "removed: the monitor's devices count; --monitor rapl measures CPU and memory" in capfd.readouterr().err
+        main(["energy", *removed, "--", "echo", "run"])
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert f"{removed[0].partition('=')[0]} was removed: " in errors
+    assert instead in errors
 
 
 def test_command_is_measured_on_a_gpu_without_a_limit_if_its_watts_are_stated(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(max_power_mw=None, limit_mw=None)]))
-    assert main(["energy", "--json", "--monitor", "nvml", "--power-w", "80", "--", "true"]) == 0
+    monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", "80")
+    assert main(["energy", "--json", "--", "true"]) == 0
     assert json.loads(capfd.readouterr().err)["max_power"] == 80.0
 
 
@@ -248,7 +275,7 @@ def test_loss_of_a_gpu_is_bridged_and_the_first_part_kept(
     monkeypatch.setitem(sys.modules, "pynvml", Losing(tmp_path))
     command = f"cd {tmp_path}; {WAIT.format('read')} touch lost; {WAIT.format('missed')} {end}"
     output = tmp_path / "told.json"
-    assert main(["energy", "--monitor", "nvml", "--json", "--output", str(output), "--", "sh", "-c", command]) == status
+    assert main(["energy", "--json", "--output", str(output), "--", "sh", "-c", command]) == status
     told = json.loads(output.read_text())
     assert told["exit_status"] == (0 if status == 125 else status)
     assert told["energy_source"].startswith("nvml + estimate: ")
@@ -268,5 +295,5 @@ def test_foreign_process_that_computes_during_a_command_stands_in_the_source(
     monkeypatch.setattr(energy_command, "READ_INTERVAL_S", 0.02)
     monkeypatch.setitem(sys.modules, "pynvml", Shared(tmp_path))
     command = f"cd {tmp_path}; {WAIT.format('read')} sleep 0.2; touch gone"
-    assert main(["energy", "--monitor", "nvml", "--json", "--", "sh", "-c", command]) == 0
+    assert main(["energy", "--json", "--", "sh", "-c", command]) == 0
     assert "nvml, shared with other processes" in json.loads(capfd.readouterr().err)["energy_source"].split(" + ")

@@ -8,15 +8,16 @@ import sys
 
 import pytest
 
+from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from tests.support.replay import ReplayMonitor
+from tests.support.reporting import warnings_in
 from zeus_plugins.cli import main
 from zeus_plugins.energy import (
     EpochMeter,
     Measurement,
     NvmlMonitor,
 )
-from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
 GPUS = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="H200")
@@ -67,44 +68,37 @@ def test_amounts_of_a_checkpoint_are_continued_at_the_present_rate(monkeypatch: 
         assert (told["zeus/money"], "zeus/co2_g" in told) == (pytest.approx(after), False)
 
 
-def test_command_reports_the_parts_and_the_money_and_the_energy_above_the_stated_idle_power(
+def test_command_reports_the_parts_and_the_money(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(power_mw=100_000)]))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(counter_mj=None, power_mw=100_000)]))
     monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "0.36")
-    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "60")
-    arguments = ["energy", "--monitor", "nvml-power", "--json", "--", "sleep", "0.05"]
+    arguments = ["energy", "--json", "--", "sleep", "0.05"]
     assert main(arguments) == 0
     told = json.loads(capfd.readouterr().err)
     assert told["money"] == pytest.approx(told["energy_j"] * 1e-7)
     assert told["gpu_0_energy_j"] == told["energy_j"]
-    assert told["energy_above_stated_idle_j"] == pytest.approx(told["energy_j"] - 60 * told["time_s"])
     assert main([each for each in arguments if each != "--json"]) == 0
-    assert re.search(
-        r", money [\de.-]+, energy_above_stated_idle_j [\d.]+, gpu_0_energy_j [\d.]+", capfd.readouterr().err
-    )
+    assert re.search(r", money [\de.-]+, gpu_0_energy_j [\d.]+", capfd.readouterr().err)
 
 
-def test_energy_above_the_stated_idle_power_is_reported_beside_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_of_the_idle_power_warns_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("ZEUS_IDLE_POWER_W", "100")
-    for source, expected in (("nvml", [800.0, 900.0]), ("estimate: 300 W stated", [None, None])):
-        meter = EpochMeter(ReplayMonitor([Measurement(2.0, 1000.0, source), Measurement(1.0, 200.0, source)], GPUS))
+    for _ in range(2):
+        meter = EpochMeter(ReplayMonitor([Measurement(2.0, 1000.0, "nvml")], GPUS))
         meter.begin()
-        told = [meter.end_epoch() for _ in expected]
-        assert [each.get("zeus/energy_above_stated_idle_j") for each in told] == expected
-        assert told[-1]["zeus/energy_j"] == 1200.0
-    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "-1")
-    with pytest.raises(
-        ZeusBSOConfigError, match="ZEUS_IDLE_POWER_W is '-1': set it to a finite number of watts above 0"
-    ):
-        EpochMeter(ReplayMonitor([], GPUS))
+        assert meter.end_epoch()["zeus/energy_j"] == 1000.0
+    said = "ZEUS_IDLE_POWER_W is no longer read: unset it, and subtract its watts × time from the energy"
+    assert warnings_in(caplog) == [said]
 
 
 def test_invalid_price_is_refused_before_the_command_runs(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "-1")
-    assert main(["energy", "--monitor", "estimate", "--power-w", "1", "--", "echo", "run"]) == 125
+    assert main(["energy", "--", "echo", "run"]) == 125
     printed = capfd.readouterr()
     assert printed.out == ""
     assert "ZEUS_PRICE_PER_KWH is '-1'" in printed.err

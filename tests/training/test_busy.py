@@ -11,7 +11,7 @@ import pytest
 from tests.support.contract_double import KEEP_TRAINING, ContractDouble
 from tests.support.sessions import running_session, through_a_checkpoint
 from zeus_plugins.energy import Measurement, processes
-from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.energy.monitor import warn_once
 from zeus_plugins.training.trial import TrialInfo
 
 TRIAL = TrialInfo(job_id="job-1", batch_size=64, trial_number=1)
@@ -61,12 +61,10 @@ def test_energy_estimated_from_time_is_stated_once(source: str, spent: str) -> N
     assert TRIAL.plus(Measurement(10.0, 50.0, source)).spent == spent
 
 
-def test_energy_above_the_stated_idle_power_is_told_beside_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_of_the_idle_power_warns_a_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("ZEUS_IDLE_POWER_W", "3")
-    trial = TRIAL.plus(Measurement(10.0, 50.0, "nvml"))
-    assert trial.spent == "10 s and 50 J (nvml), 20 J of it above the stated idle power"
-    assert TRIAL.plus(Measurement(10.0, 50.0, "estimate: 65 W stated × CPU time / 4 cores")).above_idle_j is None
-    assert TRIAL.above_idle_j is None
-    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "much")
-    with pytest.raises(ZeusBSOConfigError, match="ZEUS_IDLE_POWER_W is 'much'"):
-        running_session(ContractDouble(KEEP_TRAINING), (8.0, 10.0))
+    warn_once.cache_clear()
+    running_session(ContractDouble(KEEP_TRAINING), (8.0, 10.0))
+    assert "ZEUS_IDLE_POWER_W is no longer read: unset it, and subtract its watts × time" in caplog.text

@@ -386,8 +386,7 @@ def test_crash_names_the_next_size_and_a_second_crash_the_exclusion(url: str) ->
     assert lines == [f"it counts as failed, {then}", f"batch size 128 is not tried again, {then}"]
 
 
-def test_trackers_get_hyperparameters_and_costs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "4")
+def test_trackers_get_hyperparameters_and_costs(url: str) -> None:
     port = Net()
     launched(url, port, 0.5, 0.95)
     assert port.hyperparameters == {
@@ -400,7 +399,7 @@ def test_trackers_get_hyperparameters_and_costs(url: str, monkeypatch: pytest.Mo
         {"zeus/batch_size": 64.0, "zeus/trial_number": 1.0, "zeus/lr_factor": 1.0},
         {"zeus/epoch_bound": 3.0, "zeus/cost_j": 55.0},
         {"zeus/epoch_bound": 3.0, "zeus/cost_j": 110.0, "zeus/target_reached": 1.0}
-        | {"zeus/trial_time_s": 2.0, "zeus/trial_energy_j": 20.0, "zeus/trial_energy_above_stated_idle_j": 12.0},
+        | {"zeus/trial_time_s": 2.0, "zeus/trial_energy_j": 20.0},
     ]
 
 

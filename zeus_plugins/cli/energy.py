@@ -7,17 +7,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from zeus_plugins.errors import ZeusBSOError
-
-if TYPE_CHECKING:  # Imported late, because other commands start faster without it.
-    from zeus_plugins.energy import EnergyMonitor
-
 
 # Exit statuses of `timeout` and `env`, which commands themselves seldom return.
 _FAILED, _NOT_EXECUTABLE, _NOT_FOUND, _KILLED_BY = 125, 126, 127, 128
@@ -30,36 +25,12 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # A terminal sends them to the command as well.
 _FROM_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
 
-
-def _make(name: str, power_w: float | None) -> EnergyMonitor:
-    """Return the monitor of this name; an estimate needs watts."""
-    from zeus_plugins import energy
-    from zeus_plugins.energy.monitor import stated_power_w
-
-    if name == "estimate":
-        stated_w = stated_power_w(power_w)
-        if stated_w is None:
-            raise ZeusBSOError("an estimate needs watts: pass --power-w or set ZEUS_ESTIMATED_POWER_W")
-        return energy.EstimateMonitor(stated_w)
-    if name == "auto":
-        return energy.auto(power_w)
-    kinds: dict[str, Callable[..., EnergyMonitor]] = {
-        "nvml": energy.NvmlMonitor,
-        "nvml-power": energy.NvmlPowerMonitor,
-        "rapl": energy.RaplMonitor,
-    }
-    return kinds[name](max_power_w=power_w)
-
-
-def _monitor_name(text: str) -> str:
-    """Refuse the name of a removed monitor; argparse checks the others."""
-    if text == "amdsmi":
-        raise argparse.ArgumentTypeError("amdsmi was removed: Zeus reads AMD GPUs (python -m zeus.monitor energy)")
-    return text
-
-
-def _no_scope(_: str) -> str:
-    raise argparse.ArgumentTypeError("removed: the monitor's devices count; --monitor rapl measures CPU and memory")
+_REMOVED = {
+    "--monitor": "leave it out, and the machine's best monitor measures. CUDA_VISIBLE_DEVICES= selects the CPU, and"
+    " Zeus reads AMD GPUs (python -m zeus.monitor energy)",
+    "--power-w": "set ZEUS_ESTIMATED_POWER_W",
+    "--scope": "the monitor's devices count; CUDA_VISIBLE_DEVICES= selects CPU and memory",
+}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -73,20 +44,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         f" cannot be started, and {_FAILED} if its energy cannot be measured, or if a command that ends with 0 could be"
         " measured only in part; the rest is then estimated.",
     )
-    parser.add_argument(
-        "--monitor",
-        type=_monitor_name,
-        choices=("auto", "nvml", "nvml-power", "rapl", "estimate"),
-        default="auto",
-        help="energy monitor (default %(default)s: the best monitor of this machine)",
-    )
-    parser.add_argument(
-        "--power-w",
-        type=float,
-        help="watts at full load, for an estimate and for devices without a power limit (default: "
-        "ZEUS_ESTIMATED_POWER_W)",
-    )
-    parser.add_argument("--scope", type=_no_scope, help=argparse.SUPPRESS)
+    for removed in _REMOVED:
+        parser.add_argument(removed, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--output", type=Path, help="write to this file instead of standard error")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command to run")
@@ -94,6 +53,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _energy(options: argparse.Namespace) -> int:
+    for removed, instead in _REMOVED.items():
+        if getattr(options, removed.removeprefix("--").replace("-", "_")) is not None:
+            options.parser.error(f"{removed} was removed: {instead}")
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         options.parser.error("which command? zeus-plugins energy -- COMMAND …")
@@ -117,10 +79,11 @@ def _energy(options: argparse.Namespace) -> int:
 
 def _measured(command: Sequence[str], options: argparse.Namespace) -> tuple[int, str]:
     """Run the command; return the exit status and the text of the measurement."""
+    from zeus_plugins import energy
     from zeus_plugins.energy.counters import Sampler
     from zeus_plugins.energy.meter import EpochMeter
 
-    monitor = _make(options.monitor, options.power_w)
+    monitor = energy.auto()
     gpus = monitor.gpus()
     meter = EpochMeter(monitor)
     meter.begin()

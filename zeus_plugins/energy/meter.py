@@ -8,15 +8,8 @@ from collections.abc import Callable, Mapping
 from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, Measurement, logger
 from zeus_plugins.energy.rates import Rates
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
-from zeus_plugins.environment import IDLE_POWER_W
 
 _WINDOW = "zeus_energy_epoch"
-
-
-def above_idle_j(energy_j: float, time_s: float, source: str | None) -> float | None:
-    """Return the joules above the stated idle power; None if none is stated, or `source` is an estimate or None."""
-    idle_w = None if source is None or "estimate" in source else IDLE_POWER_W.number(is_positive=True)
-    return None if idle_w is None else energy_j - idle_w * time_s
 
 
 class EpochMeter:
@@ -30,7 +23,7 @@ class EpochMeter:
         state: The result of `state` in a checkpoint, to resume from this checkpoint.
 
     Raises:
-        ZeusBSOConfigError: A stated rate or power is out of range, or a table cannot be read (see `Rates`).
+        ZeusBSOConfigError: A stated rate is out of range (see `Rates`).
     """
 
     def __init__(
@@ -41,10 +34,9 @@ class EpochMeter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rates = Rates()
-        IDLE_POWER_W.number(is_positive=True)  # raises now, not at the end of an epoch
         spent = {"time_s": 0.0, "energy_j": 0.0, "epoch_time_s": 0.0, "epoch_energy_j": 0.0, **(state or {})}
         known_s, known_j = spent["time_s"] + spent["epoch_time_s"], spent["energy_j"] + spent["epoch_energy_j"]
-        amounts = self._rates.of(known_j, known_s)  # used if the checkpoint was written without a rate
+        amounts = self._rates.of(known_j)  # used if the checkpoint was written without a rate
         self._spent = {name: spent.get(name, amount) for name, amount in amounts.items()}
         self._spent |= {name: spent[name] for name in ("time_s", "energy_j", "epoch_time_s", "epoch_energy_j")}
         self._monitor = BridgedMonitor(as_energy_monitor(monitor), time_s=known_s, energy_j=known_j, clock=clock)
@@ -83,15 +75,13 @@ class EpochMeter:
 
         Returns:
             ``zeus/epoch_time_s`` and ``zeus/epoch_energy_j`` of this epoch; ``zeus/time_s`` and ``zeus/energy_j`` of
-            all epochs; of all epochs and if stated, ``zeus/energy_above_stated_idle_j``, ``zeus/money`` and
-            ``zeus/co2_g``; and this epoch's parts, as ``zeus/epoch_gpu_0_energy_j`` (see `Measurement.parts_j`).
+            all epochs; of all epochs and if stated, ``zeus/money`` and ``zeus/co2_g``; and this epoch's parts, as
+            ``zeus/epoch_gpu_0_energy_j`` (see `Measurement.parts_j`).
         """
         self._measure()
         self._spent["time_s"] += self._spent["epoch_time_s"]
         self._spent["energy_j"] += self._spent["epoch_energy_j"]
         metrics = {f"zeus/{name}": value for name, value in self._spent.items()}
-        above_j = above_idle_j(self._spent["energy_j"], self._spent["time_s"], self.source)
-        metrics |= {} if above_j is None else {"zeus/energy_above_stated_idle_j": above_j}
         if self._measured is not None:
             metrics |= {f"zeus/epoch_{part}_energy_j": joules for part, joules in self._measured.parts_j.items()}
         self._measured = None
@@ -116,7 +106,7 @@ class EpochMeter:
         self._sources[part.source] = None
         self._spent["epoch_time_s"] += part.time_s
         self._spent["epoch_energy_j"] += part.energy_j
-        for name, amount in self._rates.of(part.energy_j, part.time_s).items():
+        for name, amount in self._rates.of(part.energy_j).items():
             self._spent[name] += amount
         known = self._measured
         if known is not None:

@@ -97,8 +97,6 @@ class Announcer:
         if verdict is not None and verdict.stop_train:
             metrics["zeus/target_reached"] = float(verdict.converged)
             metrics |= {"zeus/trial_time_s": trial.time_s, "zeus/trial_energy_j": trial.energy_j}
-            if trial.above_idle_j is not None:
-                metrics["zeus/trial_energy_above_stated_idle_j"] = trial.above_idle_j
         self._port.log(metrics)
         if not self._has_reported and trial.metric is not None and self._port.rank == 0:
             is_reached = job.confirm == 1 and job.is_reached_by(trial.metric)

@@ -102,7 +102,6 @@ class TrialSession:
         checks_direction: bool = False,
     ) -> None:
         self.watched_names = check_watch(watch)
-        environment.IDLE_POWER_W.number(is_positive=True)  # raises now, not at the end of the training
         self.plan = (job if isinstance(job, JobPlan) else JobPlan(job=job)).with_id_of_environment()
         self.job_view: JobView | None = None
         self._client = client

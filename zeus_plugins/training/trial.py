@@ -10,7 +10,6 @@ from typing import Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from zeus_plugins.energy import Measurement
-from zeus_plugins.energy.meter import above_idle_j
 from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
 from zeus_plugins.protocol import (
@@ -166,18 +165,12 @@ class TrialInfo(WireMessage):
         return "no evaluation was reported" if self.verdict is None else self.verdict.message
 
     @property
-    def above_idle_j(self) -> float | None:
-        """Joules above the stated idle power (`ZEUS_IDLE_POWER_W`); None if it is not stated or nothing is measured."""
-        return above_idle_j(self.energy_j, self.time_s, self.energy_source)
-
-    @property
     def spent(self) -> str:
         """The time and the energy in words; the time alone where the energy is nothing else."""
         if is_time_alone(self.energy_source):
             return f"{self.time_s:.4g} s (energy: {self.energy_source} × time)"
         source = f" ({self.energy_source})" if self.energy_source else ""
-        above = "" if self.above_idle_j is None else f", {self.above_idle_j:.4g} J of it above the stated idle power"
-        return f"{self.time_s:.4g} s and {self.energy_j:.4g} J{source}{above}"
+        return f"{self.time_s:.4g} s and {self.energy_j:.4g} J{source}"
 
     def __str__(self) -> str:
         cost = "" if self.cost_j is None else f", a cost of {self.cost_j:.4g} J"
