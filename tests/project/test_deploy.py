@@ -286,17 +286,15 @@ class TestSlurm:
         assert done.stdout == f"launch {restarts + 1} of job 7 ended with exit status {status}\n"
         assert (tmp_path / "called").read_text() == ("scontrol requeue 7\nsleep 300\n" if requeued else "")
 
+    @pytest.mark.parametrize("before", ["", "/bin/sleep 0.3; "], ids=["at once", "later"])
     def test_batch_script_passes_sigterm_on_and_ends_with_the_status_of_the_training(
-        self, environ: dict[str, str]
+        self, environ: dict[str, str], before: str
     ) -> None:
-        training = "trap 'echo suspends; exit 143' TERM; echo trains; while :; do /bin/sleep 0.1; done"
-        command = ["/bin/bash", str(SBATCH), "sh", "-c", training]
-        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE) as job:
-            assert job.stdout is not None
-            assert job.stdout.readline() == b"trains\n"
-            job.terminate()
-            assert job.stdout.read() == b"suspends\nlaunch 1 of job 7 ended with exit status 143\n"
-        assert job.returncode == 143
+        signals = f"{before}kill -TERM $PPID; for _ in $(seq 100); do /bin/sleep 0.1; done"
+        command = ["/bin/bash", str(SBATCH), "sh", "-c", f"trap 'echo suspends; exit 143' TERM; {signals}"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        assert done.stdout == "suspends\nlaunch 1 of job 7 ended with exit status 143\n"
+        assert done.returncode == 143
 
     def test_line_of_scrontab_submits_the_batch_script(self, environ: dict[str, str], tmp_path: Path) -> None:
         (line,) = re.findall(r"^[^#].*$", (DEPLOY / "slurm" / "recurring.scrontab").read_text(), re.MULTILINE)
