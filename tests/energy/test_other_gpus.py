@@ -121,7 +121,7 @@ def test_package_in_place_of_the_bindings_leads_to_an_estimate(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("counted_w", "read_w", "is_wrong"),
-    [(37, 65, True), (65, 65, False), (55, 65, False), (90, 65, True), (50, None, False)],
+    [(37, 65, True), (65, 65, False), (55, 65, False), (90, 65, True), (0, 65, False), (50, None, False)],
 )
 def test_counter_is_compared_with_the_power_reading_at_the_start(
     counted_w: int, read_w: int | None, is_wrong: bool
@@ -135,7 +135,7 @@ def test_counter_is_compared_with_the_power_reading_at_the_start(
         gpus[0].spend(round(65 * seconds * 1000))
         gpus[1].spend(round(counted_w * seconds * 1000))
 
-    warning = f"the energy counter of gpu_1 rises by {counted_w} W and its power reading is {read_w} W"
+    warning = f"the energy counter of GPU 1 (NVIDIA H200) rises by {counted_w} W and its power reading is {read_w} W"
     assert (warning in (nvml.contradiction(driver, None, clock, sleep) or "")) is is_wrong
 
 

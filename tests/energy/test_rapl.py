@@ -139,11 +139,14 @@ def test_unreadable_memory_is_left_out_with_a_single_warning(
     root, clock = make_powercap(tmp_path), Clock()
     counter = root / "intel-rapl:0:2" / "energy_uj"
     counter.unlink() if content is None else counter.write_text(content)
+
+    def spend() -> None:
+        spend_uj(root, "intel-rapl:0", 10**6)
+        spend_uj(root, "intel-rapl:1:2", 10**7)  # the other memory, which counts
+
     for _ in range(2):
-        measured = window(
-            RaplMonitor(root=root, clock=clock), clock, 0.5, lambda: spend_uj(root, "intel-rapl:0", 10**6)
-        )
-    assert (measured.energy_j, measured.parts_j) == (1.0, {"cpu": 1.0, "dram": 0.0})
+        measured = window(RaplMonitor(root=root, clock=clock), clock, 0.5, spend)
+    assert measured.energy_j == 11.0
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith("the energy of memory is left out: ")
     assert "intel-rapl:0:2" in warning

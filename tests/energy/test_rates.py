@@ -1,12 +1,23 @@
-"""Money and CO2 at stated rates."""
+"""Money and CO2 at stated rates, and variables that are no longer read."""
 
 from __future__ import annotations
 
+import json
+import re
+import sys
+
 import pytest
 
+from tests.support.fake_nvml import FakeGpu, FakeNvml
+from tests.support.replay import ReplayMonitor
+from tests.support.reporting import warnings_in
+from zeus_plugins.cli import main
+from zeus_plugins.energy import EpochMeter, Measurement
 from zeus_plugins.energy.rates import Rates
 from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import GpuConfig
 
+GPUS = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="H200")
 KWH = 3.6e6
 
 TABLE = (
@@ -33,3 +44,46 @@ def test_money_and_co2_follow_the_stated_rates() -> None:
 def test_unusable_rate_is_an_error_at_start(environ: dict[str, str], problem: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=problem):
         Rates(environ)
+
+
+def test_amounts_of_a_checkpoint_are_continued_at_the_present_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "3.6")
+    state = {"time_s": 1.0, "energy_j": 1e6, "epoch_time_s": 0.0, "epoch_energy_j": 0.0}
+    for before, after in (({}, 2.0), ({"money": 5.0, "co2_g": 7.0}, 6.0)):
+        meter = EpochMeter(ReplayMonitor([Measurement(1.0, 1e6, "replay")] * 2, GPUS), state | before)
+        meter.begin()
+        told = meter.end_epoch()
+        assert (told["zeus/money"], "zeus/co2_g" in told) == (pytest.approx(after), False)
+
+
+def test_command_reports_the_money(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(counter_mj=None, power_mw=100_000)]))
+    monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "0.36")
+    arguments = ["energy", "--json", "--", "sleep", "0.05"]
+    assert main(arguments) == 0
+    told = json.loads(capfd.readouterr().err)
+    assert told["money"] == pytest.approx(told["energy_j"] * 1e-7)
+    assert main([each for each in arguments if each != "--json"]) == 0
+    assert re.search(r", money [\de.-]+$", capfd.readouterr().err.rstrip())
+
+
+def test_variable_of_the_idle_power_warns_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "100")
+    for _ in range(2):
+        meter = EpochMeter(ReplayMonitor([Measurement(2.0, 1000.0, "nvml")], GPUS))
+        meter.begin()
+        assert meter.end_epoch()["zeus/energy_j"] == 1000.0
+    said = "ZEUS_IDLE_POWER_W is no longer read: unset it, and subtract its watts × time from the energy"
+    assert warnings_in(caplog) == [said]
+
+
+def test_invalid_price_is_refused_before_the_command_runs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "-1")
+    assert main(["energy", "--", "echo", "run"]) == 125
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "ZEUS_PRICE_PER_KWH is '-1'" in printed.err

@@ -39,7 +39,6 @@ class Meter:
 
     power: float = 0.0
     max_power_w: float = 250.0
-    part: str = "gpu_0"
 
     def instant_power_w(self) -> float:
         return self.power

@@ -106,7 +106,7 @@ class ClusterMonitor:
         others = self._others.pop(name)
         source = self._joined((own.source, *([source for _, source in others] or self._others_sources)))
         energy_j = own.energy_j + sum(joules for joules, _ in others)
-        return Measurement(own.time_s, energy_j, source, own.parts_j)
+        return Measurement(own.time_s, energy_j, source)
 
     def close(self) -> None:
         """Stop measuring on this rank; not collective. Never raises, so that it can be called after an error."""

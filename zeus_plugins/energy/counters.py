@@ -47,9 +47,9 @@ MICRO = 1_000_000
 class EnergyCounter(Protocol):
     """The energy counter of one device; `str()` names the device. A failed reading raises `EnergyUnavailableError`.
 
-    Optional attributes: ``part`` names the component in `Measurement.parts_j`; counters with the same name are summed.
-    ``peak_power_w`` replaces `max_power_w` in the check of readings. After a gap above ``longest_gap_s`` between two
-    readings, the energy is not certain. ``update_s`` is the longest time between two changes.
+    Optional attributes: ``peak_power_w`` replaces `max_power_w` in the check of readings. After a gap above
+    ``longest_gap_s`` between two readings, the energy is not certain. ``update_s`` is the longest time between two
+    changes.
     """
 
     @property
@@ -87,7 +87,6 @@ class IntegratedPower:
     update_s = 0.0
 
     def __init__(self, device: Any, clock: Callable[[], float]) -> None:
-        self.part = device.part
         self._device = device
         self._clock = clock
         self._energy_j = 0.0
@@ -121,7 +120,6 @@ class _Watched:
 
     def __init__(self, counter: Any, clock: Callable[[], float], max_power_w: Callable[[], float]) -> None:
         self._counter, self._clock, self.max_power_w = counter, clock, max_power_w
-        self.part: str = getattr(counter, "part", "")
         self.longest_gap_s: float = getattr(counter, "longest_gap_s", math.inf)
         self._update_s: float = getattr(counter, "update_s", UPDATE_S)
         self._reading_uj: int = counter.energy_uj()  # Raises if the device cannot be read.
@@ -319,8 +317,7 @@ class CounterMonitor:
         counters: Sequence[_Watched] = self._found.devices
         time_s = ended.time_s - begun.time_s
         estimated_j, estimated_w, doubtful = 0.0, 0.0, 0
-        parts_uj: dict[str, int] = {}
-        unknown, gaps_s = {""}, list[float]()
+        counted_uj, gaps_s = 0, list[float]()
         for place, counter in enumerate(counters):
             doubts, late = (now - then for now, then in zip(ended.faults[place], begun.faults[place], strict=True))
             risen_uj = max(0, ended.energies_uj[place] - begun.energies_uj[place])
@@ -331,10 +328,9 @@ class CounterMonitor:
             if stands_still or doubts:
                 estimated_w += counter.max_power_w()
                 doubtful += 1
-                unknown.add(counter.part)
             if late:
                 gaps_s.append(counter.longest_gap_s)
-            parts_uj[counter.part] = parts_uj.get(counter.part, 0) + risen_uj
+            counted_uj += risen_uj
         source = [self.source]
         if doubtful:
             estimate = f"estimate: {estimated_w:g} W for {doubtful} of {len(counters)} devices"
@@ -343,9 +339,7 @@ class CounterMonitor:
             source.append(f"with gaps above {min(gaps_s):.4g} s")
         self.look()
         source += [note for note, latest in self._notes.items() if latest >= begun.looks]
-        parts_j = {name: part_uj / MICRO for name, part_uj in parts_uj.items() if name not in unknown}
-        told = ", ".join(source)[:MAX_SOURCE_LENGTH]
-        return Measurement(time_s, sum(parts_uj.values()) / MICRO + estimated_j, told, parts_j)
+        return Measurement(time_s, counted_uj / MICRO + estimated_j, ", ".join(source)[:MAX_SOURCE_LENGTH])
 
 
 class Sampler:

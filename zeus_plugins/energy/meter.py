@@ -1,11 +1,11 @@
-"""Time, energy, money and CO2 of a training, by epoch, in total and by component, for people to read."""
+"""Time, energy, money and CO2 of a training, by epoch and in total, for people to read."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 
-from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, Measurement, logger
+from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, logger
 from zeus_plugins.energy.rates import Rates
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
 
@@ -43,7 +43,6 @@ class EpochMeter:
         self._source = self._monitor.source
         self._sources: dict[str, None] = {}
         self._windows = 0
-        self._measured: Measurement | None = None  # of the present epoch
 
     @property
     def totals(self) -> dict[str, float]:
@@ -75,16 +74,12 @@ class EpochMeter:
 
         Returns:
             ``zeus/epoch_time_s`` and ``zeus/epoch_energy_j`` of this epoch; ``zeus/time_s`` and ``zeus/energy_j`` of
-            all epochs; of all epochs and if stated, ``zeus/money`` and ``zeus/co2_g``; and this epoch's parts, as
-            ``zeus/epoch_gpu_0_energy_j`` (see `Measurement.parts_j`).
+            all epochs; and, of all epochs and if stated, ``zeus/money`` and ``zeus/co2_g``.
         """
         self._measure()
         self._spent["time_s"] += self._spent["epoch_time_s"]
         self._spent["energy_j"] += self._spent["epoch_energy_j"]
         metrics = {f"zeus/{name}": value for name, value in self._spent.items()}
-        if self._measured is not None:
-            metrics |= {f"zeus/epoch_{part}_energy_j": joules for part, joules in self._measured.parts_j.items()}
-        self._measured = None
         self._spent |= {"epoch_time_s": 0.0, "epoch_energy_j": 0.0}
         return metrics
 
@@ -108,12 +103,6 @@ class EpochMeter:
         self._spent["epoch_energy_j"] += part.energy_j
         for name, amount in self._rates.of(part.energy_j).items():
             self._spent[name] += amount
-        known = self._measured
-        if known is not None:
-            names = known.parts_j.keys() & part.parts_j.keys()
-            parts_j = {name: known.parts_j[name] + part.parts_j[name] for name in names}
-            part = Measurement(known.time_s + part.time_s, known.energy_j + part.energy_j, part.source, parts_j)
-        self._measured = part
 
     @property
     def _window(self) -> str:

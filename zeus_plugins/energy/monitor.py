@@ -6,8 +6,8 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -87,13 +87,11 @@ class Measurement:
         time_s: Length in seconds, by a monotonic clock.
         energy_j: Joules used, summed over all devices.
         source: How the energy was obtained, e.g. ``"nvml"`` or ``"estimate: 65 W stated"``.
-        parts_j: Joules of the measured components, such as ``gpu_0``, ``cpu`` and ``dram``, as far as known.
     """
 
     time_s: float
     energy_j: float
     source: str
-    parts_j: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 class EnergyMonitor(Protocol):

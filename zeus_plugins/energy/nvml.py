@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from zeus_plugins.energy.counters import SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPower
+from zeus_plugins.energy.counters import MICRO, SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPower, next_moves
 from zeus_plugins.energy.monitor import (
     BrokenDriverError,
     Choice,
@@ -61,21 +62,25 @@ def contradiction(
     sleep: Callable[[float], None] = time.sleep,
 ) -> str | None:
     """Return a warning if a GPU's energy counter contradicts its power reading by more than 25 % over half a second."""
-    counted = NvmlMonitor(indices, nvml=nvml, clock=clock, sleep=sleep)
-    integrated = NvmlPowerMonitor(indices, nvml=nvml, clock=clock)
-    try:
-        integrated.gpus()
-    except EnergyUnavailableError:  # there are no power readings
-        return None
-    counted.begin_window_at_moves("start")
-    integrated.begin_window("start")
-    sleep(0.5)
-    power, energy = integrated.end_window("start"), counted.end_window_at_moves("start")
-    for part in energy.parts_j.keys() & power.parts_j.keys():
-        counted_w, read_w = energy.parts_j[part] / energy.time_s, power.parts_j[part] / power.time_s
-        if abs(counted_w - read_w) > 0.25 * read_w:
+    gpus = open_gpus(nvml, indices)
+    counters = [gpu.energy_uj for gpu in gpus]
+    begun = next_moves(counters, clock, sleep)
+    readings_w: list[list[float]] = []
+    for _ in range(round(0.5 / SAMPLE_INTERVAL_S)):
+        try:
+            readings_w.append([gpu.instant_power_w() for gpu in gpus])
+        except EnergyUnavailableError:  # there are no power readings
+            return None
+        sleep(SAMPLE_INTERVAL_S)
+    ended = next_moves(counters, clock, sleep)
+    for place, gpu in enumerate(gpus):
+        (begun_s, begun_uj), (ended_s, ended_uj) = begun[place], ended[place]
+        counted_w = (ended_uj - begun_uj) / MICRO / (ended_s - begun_s)
+        read_w = fmean(watts[place] for watts in readings_w)
+        # The monitor itself warns of a counter that stands still or falls.
+        if counted_w > 0 and abs(counted_w - read_w) > 0.25 * read_w:
             return (
-                f"the energy counter of {part} rises by {counted_w:.3g} W and its power reading is {read_w:.3g} W: one"
+                f"the energy counter of {gpu} rises by {counted_w:.3g} W and its power reading is {read_w:.3g} W: one"
                 " of them is wrong, and the measured energies may be, too"
             )
     return None
@@ -94,11 +99,6 @@ class NvmlGpu:
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name})"
-
-    @property
-    def part(self) -> str:
-        """Component in `Measurement.parts_j`."""
-        return f"gpu_{self.index}"
 
     @property
     def max_power_w(self) -> float:

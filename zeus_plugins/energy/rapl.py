@@ -27,7 +27,7 @@ RAPL_INTERVAL_S = 10.0
 _NO_GPU = "without the GPU that the training uses"
 
 # The watts that a package or its memory draws at most; firmware states higher limits where it limits nothing.
-_MOST_W = {"cpu": 1000.0, "dram": 500.0}
+_MOST_PACKAGE_W, _MOST_MEMORY_W = 1000.0, 500.0
 
 
 def probe(request: MonitorRequest, root: Path = POWERCAP) -> Choice | None:
@@ -93,9 +93,8 @@ class Zone:
         return self.name.startswith("package")
 
     @property
-    def part(self) -> str:
-        """Component in `Measurement.parts_j`."""
-        return "cpu" if self.is_package else "dram"
+    def _most_w(self) -> float:
+        return _MOST_PACKAGE_W if self.is_package else _MOST_MEMORY_W
 
     @property
     def max_power_w(self) -> float:
@@ -110,7 +109,7 @@ class Zone:
     @property
     def peak_power_w(self) -> float:
         """The highest limit of the long or the short term, at least 65 W, as a laptop on battery lowers its limits."""
-        limits_w = [*self._limits_w(0), *self._limits_w(1)] or [_MOST_W[self.part]]
+        limits_w = [*self._limits_w(0), *self._limits_w(1)] or [self._most_w]
         return max(*limits_w, self.stated_power_w or 0.0, DEFAULT_ESTIMATED_POWER_W)
 
     @property
@@ -123,7 +122,7 @@ class Zone:
         for limit in ("max_power", "power_limit"):
             with suppress(OSError, ValueError):
                 limits_w.append(_number(self.folder / f"constraint_{constraint}_{limit}_uw") / MICRO)
-        return [limit_w for limit_w in limits_w if 0 < limit_w <= _MOST_W[self.part]]
+        return [limit_w for limit_w in limits_w if 0 < limit_w <= self._most_w]
 
     def energy_uj(self) -> int:
         """Return the microjoules since the first reading, corrected for at most one wrap between readings."""

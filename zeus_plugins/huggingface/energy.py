@@ -23,8 +23,7 @@ class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
     The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
     and joules, evaluations included. The trainer's `state.log_history` and the integrations of `report_to` get them.
     The first process of each machine measures its devices, and process 0 logs the sum. A training that resumes from a
-    checkpoint continues its totals. Unless you pass a monitor, the callback also logs parts of the energy, power,
-    money and CO2 (docs/energy.md).
+    checkpoint continues its totals. If you state rates, the callback also logs money and CO2 (docs/energy.md).
     """
 
     _OWNER = "zeus_energy_owner"

@@ -13,8 +13,8 @@ class ZeusEnergyCallback(EnergyTotals, Callback):
 
     The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
     and joules, validation included. The first rank of each machine measures its devices, and rank 0 logs the sum. A
-    training that resumes from a checkpoint continues its totals. Unless you pass a monitor, the callback also logs
-    parts of the energy, power, money and CO2 (docs/energy.md).
+    training that resumes from a checkpoint continues its totals. If you state rates, the callback also logs money and
+    CO2 (docs/energy.md).
     """
 
     # Name of the totals in a checkpoint.
