@@ -168,7 +168,7 @@ class Found(NamedTuple):
     devices: Sequence[Any]
     number: int
     model: str
-    notes: Callable[[Collection[int]], Sequence[str]] = lambda _own: ()
+    notes: Callable[[Collection[int]], Sequence[str]]
 
 
 class _Reading(NamedTuple):
@@ -355,7 +355,6 @@ class Sampler:
         self._sample = sample
         self._has_failed = False
         self._stopped = threading.Event()
-        self.interval_s = interval_s
         arguments = (weakref.ref(self), self._stopped, interval_s)
         self._thread = threading.Thread(target=_run, args=arguments, name="zeus-energy-sampler", daemon=True)
         self._thread.start()
@@ -380,9 +379,8 @@ class Sampler:
 
 # The thread holds only a weak reference, so that a monitor dropped with a window open is collected and its thread ends.
 def _run(sampler_of: weakref.ref[Sampler], stopped: threading.Event, interval_s: float) -> None:
-    if hasattr(signal, "pthread_sigmask"):
-        # Python handles signals in the main thread, and a signal that arrives in this thread would not wake it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    # Python handles signals in the main thread, and a signal that arrives in this thread would not wake it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while not stopped.wait(interval_s):
         sampler = sampler_of()
         if sampler is None:

@@ -107,7 +107,7 @@ class EstimateMonitor:
 def _cores() -> int:
     """Return the number of cores of the whole machine, because the stated watts are for the whole machine."""
     # PYTHON_CPU_COUNT changes the answer of `os.cpu_count`.
-    return os.sysconf("SC_NPROCESSORS_ONLN") if hasattr(os, "sysconf") else os.cpu_count() or 1
+    return os.sysconf("SC_NPROCESSORS_ONLN")
 
 
 def cpu_model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
