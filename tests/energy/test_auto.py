@@ -207,7 +207,6 @@ LAPTOP = "NVIDIA GeForce RTX 4070 Laptop GPU"
 )
 @pytest.mark.parametrize("counter_mj", [7_000, None], ids=["counter", "power readings"])
 def test_laptop_without_constraints_is_measured(
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     counter_mj: int | None,
     default_mw: int | None,
@@ -215,7 +214,6 @@ def test_laptop_without_constraints_is_measured(
     stated_w: float | None,
     max_power_w: float,
 ) -> None:
-    monkeypatch.setattr("zeus_plugins.energy.nvml.contradiction", lambda *_: None)  # the counter stands still
     gpu = FakeGpu(name=LAPTOP, counter_mj=counter_mj, power_mw=30_000, max_power_mw=None)
     gpu.default_mw, gpu.enforced_mw = default_mw, enforced_mw
 

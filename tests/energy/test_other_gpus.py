@@ -21,10 +21,8 @@ from zeus_plugins.energy import (
     NvmlMonitor,
     NvmlPowerMonitor,
     RaplMonitor,
-    nvml,
 )
 from zeus_plugins.energy.auto import choose
-from zeus_plugins.energy.monitor import MonitorRequest
 from zeus_plugins.errors import ZeusBSOConfigError
 
 NO_LIBRARY = FakeNvml(broken="NVML Shared Library Not Found")
@@ -117,31 +115,6 @@ def test_package_in_place_of_the_bindings_leads_to_an_estimate(tmp_path: Path) -
     assert isinstance(choice.monitor, EstimateMonitor)
     assert choice.monitor.source == "estimate: 99 W stated"
     assert "another package replaces pynvml: reinstall nvidia-ml-py" in (choice.warning or "")
-
-
-@pytest.mark.parametrize(
-    ("counted_w", "read_w", "is_wrong"),
-    [(37, 65, True), (65, 65, False), (55, 65, False), (90, 65, True), (0, 65, False), (50, None, False)],
-)
-def test_counter_is_compared_with_the_power_reading_at_the_start(
-    counted_w: int, read_w: int | None, is_wrong: bool
-) -> None:
-    gpus = [FakeGpu(uuid=each, power_mw=65_000) for each in ("GPU-0", "GPU-1")]
-    driver, clock = FakeNvml(gpus), Clock()
-    gpus[1].power_mw = None if read_w is None else read_w * 1000
-
-    def sleep(seconds: float) -> None:
-        clock.now_s += seconds
-        gpus[0].spend(round(65 * seconds * 1000))
-        gpus[1].spend(round(counted_w * seconds * 1000))
-
-    warning = f"the energy counter of GPU 1 (NVIDIA H200) rises by {counted_w} W and its power reading is {read_w} W"
-    assert (warning in (nvml.contradiction(driver, None, clock, sleep) or "")) is is_wrong
-
-
-def test_contradiction_is_a_warning_of_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "contradiction", lambda *_: "one of them is wrong")
-    assert nvml.probe(MonitorRequest(), FakeNvml()).warning == "one of them is wrong"
 
 
 def test_both_frameworks_name_another_accelerator() -> None:

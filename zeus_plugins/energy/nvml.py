@@ -9,10 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
-from statistics import fmean
 from typing import Any, NamedTuple
 
-from zeus_plugins.energy.counters import MICRO, SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPower, next_moves
+from zeus_plugins.energy.counters import SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPower
 from zeus_plugins.energy.monitor import (
     BrokenDriverError,
     Choice,
@@ -45,45 +44,13 @@ def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
         raise NoGpuError("the training uses no GPU")
     try:
         open_gpus(nvml, indices)
-        found = request.counted_or_integrated(
+        return request.counted_or_integrated(
             partial(NvmlMonitor, indices, nvml=nvml), partial(NvmlPowerMonitor, indices, nvml=nvml)
         )
-        return found if found.causes or found.warning else replace(found, warning=contradiction(nvml, indices))
     except NoGpuError:
         raise
     except EnergyUnavailableError as unavailable:
         raise _unmeasured(unavailable.cause, nvml, indices) from unavailable
-
-
-def contradiction(
-    nvml: Nvml | None,
-    indices: Sequence[int | str] | None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> str | None:
-    """Return a warning if a GPU's energy counter contradicts its power reading by more than 25 % over half a second."""
-    gpus = open_gpus(nvml, indices)
-    counters = [gpu.energy_uj for gpu in gpus]
-    begun = next_moves(counters, clock, sleep)
-    readings_w: list[list[float]] = []
-    for _ in range(round(0.5 / SAMPLE_INTERVAL_S)):
-        try:
-            readings_w.append([gpu.instant_power_w() for gpu in gpus])
-        except EnergyUnavailableError:  # there are no power readings
-            return None
-        sleep(SAMPLE_INTERVAL_S)
-    ended = next_moves(counters, clock, sleep)
-    for place, gpu in enumerate(gpus):
-        (begun_s, begun_uj), (ended_s, ended_uj) = begun[place], ended[place]
-        counted_w = (ended_uj - begun_uj) / MICRO / (ended_s - begun_s)
-        read_w = fmean(watts[place] for watts in readings_w)
-        # The monitor itself warns of a counter that stands still or falls.
-        if counted_w > 0 and abs(counted_w - read_w) > 0.25 * read_w:
-            return (
-                f"the energy counter of {gpu} rises by {counted_w:.3g} W and its power reading is {read_w:.3g} W: one"
-                " of them is wrong, and the measured energies may be, too"
-            )
-    return None
 
 
 @dataclass(frozen=True)
