@@ -82,9 +82,6 @@ STATE_DIRECTORY = Variable(
 XDG_STATE_HOME = Variable("XDG_STATE_HOME", "the user's state directory, on Linux", "`~/.local/state`")
 CERTIFICATES = Variable("SSL_CERT_FILE", "a file of certificates of authorities, for servers behind TLS", "`certifi`'s")
 CERTIFICATE_DIRECTORY = Variable("SSL_CERT_DIR", "a directory of such certificates")
-SUMMARY_FILE = Variable(
-    "ZEUS_SUMMARY_FILE", "a file that is no longer written: `callback.summary` has the outcome of the run"
-)
 
 DISABLED = Variable("ZEUS_DISABLED", "`1` to turn the batch-size callbacks off for a run", "`0`")
 
@@ -118,15 +115,8 @@ ESTIMATED_POWER_W = Variable(
     "the GPUs' power limits if known, otherwise 65",
     "watts",
 )
-IDLE_POWER_W = Variable(
-    "ZEUS_IDLE_POWER_W", "a power that is no longer read: subtract it × `zeus/time_s` from `zeus/energy_j`"
-)
 PRICE_PER_KWH = Variable("ZEUS_PRICE_PER_KWH", "the price of a kilowatt-hour, in any currency", unit="per kWh")
 CO2_G_PER_KWH = Variable("ZEUS_CO2_G_PER_KWH", "the CO2 that the grid emits for a kilowatt-hour", unit="g per kWh")
-PUE = Variable("ZEUS_PUE", "a factor that is no longer read: multiply the price and the CO2 by it")
-EMISSIONS_FILE = Variable(
-    "ZEUS_EMISSIONS_FILE", "a file that is no longer written: trackers get `zeus/energy_j` and `zeus/co2_g`"
-)
 POWER_LIMIT_COMMAND = Variable(
     "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "the driver sets it"
 )
@@ -156,6 +146,22 @@ def access_token(environ: Mapping[str, str] | None = None) -> str | None:
     if not token:
         raise ZeusBSOConfigError(f"{TOKEN_FILE}: the file {path} is empty")
     return token
+
+
+_GONE = {
+    "ZEUS_EMISSIONS_FILE": "trackers get zeus/energy_j and zeus/co2_g",
+    "ZEUS_IDLE_POWER_W": "subtract its watts × zeus/time_s from zeus/energy_j",
+    "ZEUS_PUE": f"multiply {PRICE_PER_KWH} and {CO2_G_PER_KWH} by it",
+    "ZEUS_SUMMARY_FILE": "print callback.summary to a file, or read `bso-server jobs show JOB`",
+}
+"""Variables of earlier versions, each with what to do instead."""
+
+
+def refuse_gone(environ: Mapping[str, str] | None = None) -> None:
+    """Raise `ZeusBSOConfigError` if a variable of an earlier version is set."""
+    for name, instead in _GONE.items():
+        if (os.environ if environ is None else environ).get(name):
+            raise ZeusBSOConfigError(f"{name} is no longer read: unset it; {instead}")
 
 
 VARIABLES = tuple(each for each in globals().values() if isinstance(each, Variable))

@@ -517,10 +517,17 @@ def test_invalid_timeout_in_the_environment_is_refused(text: str) -> None:
         client_from_environment(environ=environ)
 
 
-def test_summary_file_of_earlier_versions_is_refused() -> None:
-    environ = {"ZEUS_SERVER_URL": "http://bso", "ZEUS_SUMMARY_FILE": "summary.md"}
-    with pytest.raises(ZeusBSOConfigError, match="ZEUS_SUMMARY_FILE is no longer written: unset it; print callback"):
-        client_from_environment(environ=environ)
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("ZEUS_EMISSIONS_FILE", "trackers get zeus/energy_j"),
+        ("ZEUS_IDLE_POWER_W", "subtract its watts"),
+        ("ZEUS_SUMMARY_FILE", "print callback.summary"),
+    ],
+)
+def test_variable_of_an_earlier_version_is_refused(name: str, instead: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=f"{name} is no longer read: unset it; {instead}"):
+        client_from_environment(environ={"ZEUS_SERVER_URL": "http://bso", name: "3"})
 
 
 def test_timeout_is_read_from_the_environment() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.replay import ReplayMonitor
-from tests.support.reporting import warnings_in
 from zeus_plugins.cli import main
 from zeus_plugins.energy import EpochMeter, Measurement
 from zeus_plugins.energy.rates import Rates
@@ -37,8 +36,7 @@ def test_money_and_co2_follow_the_stated_rates() -> None:
         ({"ZEUS_PRICE_PER_KWH": "cheap"}, "ZEUS_PRICE_PER_KWH is 'cheap'"),
         ({"ZEUS_PRICE_PER_KWH": "prices.csv"}, f"ZEUS_PRICE_PER_KWH {TABLE}"),
         ({"ZEUS_CO2_G_PER_KWH": "CO2.CSV"}, f"ZEUS_CO2_G_PER_KWH {TABLE}"),
-        ({"ZEUS_PUE": "1.2"}, "ZEUS_PUE is no longer read: multiply ZEUS_PRICE_PER_KWH and"),
-        ({"ZEUS_EMISSIONS_FILE": "rows.csv"}, "ZEUS_EMISSIONS_FILE is no longer written: unset it; trackers get"),
+        ({"ZEUS_PUE": "1.2"}, "ZEUS_PUE is no longer read: unset it; multiply ZEUS_PRICE_PER_KWH and"),
     ],
 )
 def test_unusable_rate_is_an_error_at_start(environ: dict[str, str], problem: str) -> None:
@@ -65,18 +63,6 @@ def test_command_reports_the_money(monkeypatch: pytest.MonkeyPatch, capfd: pytes
     assert told["money"] == pytest.approx(told["energy_j"] * 1e-7)
     assert main([each for each in arguments if each != "--json"]) == 0
     assert re.search(r", money [\de.-]+$", capfd.readouterr().err.rstrip())
-
-
-def test_variable_of_the_idle_power_warns_and_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "100")
-    for _ in range(2):
-        meter = EpochMeter(ReplayMonitor([Measurement(2.0, 1000.0, "nvml")], GPUS))
-        meter.begin()
-        assert meter.end_epoch()["zeus/energy_j"] == 1000.0
-    said = "ZEUS_IDLE_POWER_W is no longer read: unset it, and subtract its watts × time from the energy"
-    assert warnings_in(caplog) == [said]
 
 
 def test_invalid_price_is_refused_before_the_command_runs(

@@ -11,7 +11,6 @@ import pytest
 from tests.support.contract_double import KEEP_TRAINING, ContractDouble
 from tests.support.sessions import running_session, through_a_checkpoint
 from zeus_plugins.energy import Measurement, processes
-from zeus_plugins.energy.monitor import warn_once
 from zeus_plugins.training.trial import TrialInfo
 
 TRIAL = TrialInfo(job_id="job-1", batch_size=64, trial_number=1)
@@ -59,12 +58,3 @@ def test_waiting_longer_than_the_time_counts_as_the_whole_time() -> None:
 )
 def test_energy_estimated_from_time_is_stated_once(source: str, spent: str) -> None:
     assert TRIAL.plus(Measurement(10.0, 50.0, source)).spent == spent
-
-
-def test_variable_of_the_idle_power_warns_a_training(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("ZEUS_IDLE_POWER_W", "3")
-    warn_once.cache_clear()
-    running_session(ContractDouble(KEEP_TRAINING), (8.0, 10.0))
-    assert "ZEUS_IDLE_POWER_W is no longer read: unset it, and subtract its watts × time" in caplog.text

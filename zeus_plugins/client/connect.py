@@ -51,14 +51,10 @@ def client_from_environment(
         environ: Environment variables, by default the process's own.
 
     Raises:
-        ZeusBSOConfigError: An argument or a variable is invalid, or there is no server URL and the server is not
-            installed here.
+        ZeusBSOConfigError: An argument is invalid, a variable is invalid or no longer read, or there is no server URL
+            and the server is not installed here.
     """
-    if environment.SUMMARY_FILE.text(environ):
-        raise ZeusBSOConfigError(
-            f"{environment.SUMMARY_FILE} is no longer written: unset it; print callback.summary to a file, or read "
-            "`bso-server jobs show JOB`"
-        )
+    environment.refuse_gone(environ)
     url = (server_url if server_url is not None else environment.SERVER_URL.text(environ)) or ""
     check_server_url(url)
     if timeout_s is None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from zeus_plugins.energy.processes import gpu_is_used
-from zeus_plugins.environment import ESTIMATED_POWER_W, IDLE_POWER_W
+from zeus_plugins.environment import ESTIMATED_POWER_W
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
@@ -271,8 +271,6 @@ class BridgedMonitor:
         energy_j: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if IDLE_POWER_W.text():  # Every training and `zeus-plugins energy` make one of these monitors.
-            warn_once(f"{IDLE_POWER_W} is no longer read: unset it, and subtract its watts × time from the energy")
         self._monitor = monitor
         self._strict = strict
         self._time_s, self._energy_j = time_s, energy_j

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zeus_plugins.environment import CO2_G_PER_KWH, EMISSIONS_FILE, PRICE_PER_KWH, PUE
+from zeus_plugins.environment import CO2_G_PER_KWH, PRICE_PER_KWH, refuse_gone
 from zeus_plugins.errors import ZeusBSOConfigError
 
 JOULES_PER_KWH = 3_600_000
@@ -21,12 +21,7 @@ class Rates:
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        if PUE.text(environ):
-            raise ZeusBSOConfigError(f"{PUE} is no longer read: multiply {PRICE_PER_KWH} and {CO2_G_PER_KWH} by it")
-        if EMISSIONS_FILE.text(environ):
-            raise ZeusBSOConfigError(
-                f"{EMISSIONS_FILE} is no longer written: unset it; trackers get zeus/energy_j and zeus/co2_g"
-            )
+        refuse_gone(environ)
         self._rates: dict[str, float] = {}
         for name, variable in {"money": PRICE_PER_KWH, "co2_g": CO2_G_PER_KWH}.items():
             if (variable.text(environ) or "").lower().endswith(".csv"):
