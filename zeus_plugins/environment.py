@@ -76,7 +76,7 @@ TIMEOUT_S = Variable(
 )
 STATE_DIRECTORY = Variable(
     "ZEUS_STATE_DIR",
-    "the directory of results that wait for the server",
+    "the directory of results that wait for the server, and of measured power limits",
     "`zeus-plugins` in the user's state directory",
 )
 XDG_STATE_HOME = Variable("XDG_STATE_HOME", "the user's state directory, on Linux", "`~/.local/state`")

@@ -107,7 +107,7 @@ async def refuse_removed(job_id: JobInPath) -> None:
     """Name the routes that replace removed routes."""
     raise HTTPException(
         f"this route was removed: GET {Paths.API_JOBS}/{job_id} has the arms, its part /trials all fields of each "
-        "trial, and its part /export the power-limit profiles and the reports",
+        "trial, and its part /export the reports; measurements of power limits stay where the training runs",
         status_code=HTTPStatus.GONE,
     )
 

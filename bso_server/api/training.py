@@ -1,4 +1,4 @@
-"""Routes for trainings: Zeus 0.16's, with its statuses, and heartbeats, offline trials and power limits."""
+"""Routes for trainings: Zeus 0.16's, with its statuses, and heartbeats and offline trials."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from zeus_plugins.protocol import (
     TrainingResult,
     TrialDispatch,
     TrialEnd,
-    TrialPowerProfile,
 )
 
 _IDEMPOTENCY_KEY = HeaderParameter(
@@ -102,16 +101,13 @@ async def receive_heartbeat(data: JSONBody[Heartbeat], service: Service, request
     return await service.transact(service.commands.heartbeat, data, caller=request.user)
 
 
-@put(Paths.POWER_PROFILE, summary="Store a trial's power limits", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
-async def receive_power_profile(data: JSONBody[TrialPowerProfile], service: Service, request: CallerRequest) -> None:
-    """Store the power-limit profile that a trial measured. Later trials of its batch size get it when they start."""
-    await service.transact(service.commands.store_power_profile, data, caller=request.user)
-
-
-@put("/trials/probe", opt=_TRAINING, include_in_schema=False)
-async def refuse_probe() -> None:
-    """Tell a client of an earlier version that its server no longer takes probes; the client goes on without one."""
-    raise NotFoundException("probes of batch sizes were removed: update zeus-plugins where the training runs")
+@put(["/trials/probe", "/trials/power_profile"], opt=_TRAINING, include_in_schema=False)
+async def refuse_removed_messages() -> None:
+    """Answer messages that only clients of earlier versions send; their trainings continue."""
+    raise NotFoundException(
+        "the server takes neither probes nor measurements of power limits any more: update zeus-plugins where the "
+        "training runs"
+    )
 
 
 @delete(

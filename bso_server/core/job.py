@@ -53,6 +53,7 @@ from zeus_plugins.protocol import (
     Ending,
     EndReason,
     Origin,
+    PowerLimitChoice,
     StopRule,
     TrialState,
     Verdict,
@@ -248,6 +249,13 @@ def renew_lease(trial: TrialRecord, moment: Moment, *, regular: bool, resumes: b
     return changed(trial, lease_expires_at=moment.lease_end(trial), lease_epoch=trial.lease_epoch + resumes)
 
 
+def _at_power_limit(trial: TrialRecord, choice: PowerLimitChoice | None) -> TrialRecord:
+    """Return the trial with the power limit in a message, or as it was if the message has none."""
+    if choice is None or choice.power_limits is None:
+        return trial
+    return changed(trial, power_limit_w=choice.power_limit_w, power_limits=choice.power_limits)
+
+
 def end_trial(
     job: AnyJob,
     trial: TrialRecord,
@@ -332,7 +340,7 @@ def end_by_training(
 
     A batch size becomes infeasible if this crash, together with the `earlier` crashes, excludes it (`_why_excluded`).
     """
-    trial, size = revive_trial(trial), trial.batch_size
+    trial, size = _at_power_limit(revive_trial(trial), ending), trial.batch_size
     detail = "" if ending.detail is None else f" ({ending.detail})"
     if ending.outcome is TrialState.SUSPENDED:
         check_transition(trial.state, TrialState.SUSPENDED)
@@ -447,6 +455,7 @@ def judge_report(
     waited_share: float | None = None,
     startup_s: float | None = None,
     watched: Mapping[str, float] | None = None,
+    power_limit: PowerLimitChoice | None = None,
 ) -> tuple[AnyJob, TrialRecord, Verdict]:
     """Judge a report of a trial; revive the trial if necessary, and end it if the verdict says so.
 
@@ -454,7 +463,8 @@ def judge_report(
     required if `policy.needs_bound`. `judged_by` and errors as in `policy.judge`.
     """
     startup_s = trial.startup_s if trial.report_count else startup_s
-    trial = changed(revive_trial(trial), waited_share=waited_share, startup_s=startup_s)
+    trial = _at_power_limit(revive_trial(trial), power_limit)
+    trial = changed(trial, waited_share=waited_share, startup_s=startup_s)
     if history is not None and policy.needs_bound(job.registration, trial):
         trial = policy.bounded(history, trial, report)
     verdict = policy.judge(job.registration, trial, report, job.min_cost_j, judged_by=judged_by)

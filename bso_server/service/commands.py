@@ -40,7 +40,6 @@ from bso_server.service.refusals import (
     refuse_folder_name,
     refuse_long_window,
     refuse_margins,
-    refuse_other_gpus,
     refuse_other_size,
     require_job,
     require_trial,
@@ -49,8 +48,7 @@ from bso_server.service.reports import Reports
 from bso_server.service.revisions import counted, revise, terms_of
 from bso_server.service.targets import asks_for_other_target, learn_target, refuse_unclear, replace_target
 from bso_server.service.warm import warm_start_of
-from bso_server.storage import queries
-from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile
+from bso_server.storage.rows import StoredDecision, StoredJob
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -65,7 +63,6 @@ from zeus_plugins.protocol import (
     Origin,
     TrialDispatch,
     TrialEnd,
-    TrialPowerProfile,
     TrialState,
     TrialView,
     finishing_reason,
@@ -361,30 +358,6 @@ class Commands:
             epochs=trial.epoch,
             lease_epoch=trial.lease_epoch,
         )
-
-    def store_power_profile(
-        self, transaction: Transaction, profile: TrialPowerProfile, caller: Caller = UNRESTRICTED
-    ) -> None:
-        """Store a trial's power-limit profile for later trials of its batch size; the trial may be in any state.
-
-        Raises:
-            InvalidReportError: The job has other GPUs.
-        """
-        job, trial = locked_trial(transaction, profile, caller)
-        refuse_other_gpus(job, profile.gpus)
-        trial = replace(trial, power_limit_w=profile.chosen_limit_w, power_limits=len(profile.samples))
-        transaction.update_trials([trial], TRIAL_AT_POWER_LIMIT)
-        chosen = "not chosen" if profile.chosen_limit_w is None else f"{profile.chosen_limit_w:g} W"
-        transaction.log("job %s trial %d: power limit %s of %d known ones", *trial.key, chosen, len(profile.samples))
-        own = queries.power_profiles_of(transaction, trial.job_id, trial.trial_number, trial.trial_number)
-        known = own[0] if own else transaction.newest_power_profile(trial.job_id, trial.batch_size)
-        if known is not None and known.samples == profile.samples:
-            return  # A repeated request, or samples from an earlier trial.
-        new = StoredPowerProfile(*trial.key, trial.batch_size, profile.samples, self._clock())
-        if own:
-            transaction.update_power_profile(new)
-        else:
-            transaction.insert_power_profiles([new])
 
     def jobs_to_reap(self, transaction: Transaction) -> list[str]:
         """Return the ids of jobs with expired leases."""

@@ -11,7 +11,7 @@ from bso_server.service.refusals import require_trial
 from bso_server.service.revisions import terms_of
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import FINAL, PowerProfile, TrialDispatch
+from zeus_plugins.protocol import FINAL, TrialDispatch
 
 
 def dispatch_of(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
@@ -62,11 +62,6 @@ def save_start(transaction: Transaction, job: StoredJob, trial: TrialRecord) -> 
 
 
 def with_job(transaction: Transaction, job: StoredJob, dispatch: TrialDispatch) -> TrialDispatch:
-    """Return `dispatch` with the newest power-limit profile of its batch size, and whether no run of its job counts."""
+    """Return `dispatch`, which also says whether no run of its job counts."""
     is_first = job.cheapest is None and not any(arm.measured for arm in transaction.arms(job.job_id).values())
-    dispatch = dispatch.model_copy(update={"is_first": is_first})
-    newest = transaction.newest_power_profile(dispatch.job_id, dispatch.batch_size)
-    if newest is None:
-        return dispatch
-    profile = PowerProfile(gpus=job.registration.gpus, samples=newest.samples)
-    return dispatch.model_copy(update={"power_profile": profile})
+    return dispatch.model_copy(update={"is_first": is_first})

@@ -18,9 +18,9 @@ from pydantic import Field, StringConstraints
 from bso_server.core.model import TrialRecord
 from bso_server.errors import UnknownJobError
 from bso_server.service.loading import known_job
-from bso_server.service.views import EpochExport, PowerProfileExport
+from bso_server.service.views import EpochExport
 from bso_server.storage import queries
-from bso_server.storage.rows import StoredDecision, StoredEpoch, StoredPowerProfile, record_row, trial_row
+from bso_server.storage.rows import StoredDecision, StoredEpoch, record_row, trial_row
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -100,7 +100,6 @@ class TrialExport(TrialFacts):
         deviations: The spread of the epochs' times (s²), energies (J²) and both together (J·s); None if unknown.
         confirmed: Number of the latest evaluations that reached the target, in a row.
         decision: The numbers behind the choice of the batch size; None if no policy chose it.
-        power_profile: The trial's own power-limit profile, or None.
         epochs: The reports that are kept, in order, without a report that ended the trial.
     """
 
@@ -119,7 +118,6 @@ class TrialExport(TrialFacts):
     deviations: tuple[NonNegativeFinite, NonNegativeFinite, Finite] | None = None
     confirmed: NonNegativeInt = 0
     decision: Decision | None = None
-    power_profile: PowerProfileExport | None = None
     epochs: tuple[EpochExport, ...] = ()
 
 
@@ -190,25 +188,17 @@ def _read_trials(transaction: Transaction, job_id: str, after: int, last: int) -
     epochs: dict[int, list[StoredEpoch]] = {}
     for epoch in queries.epochs_between(transaction, job_id, first, last):
         epochs.setdefault(epoch.trial_number, []).append(epoch)
-    profiles = {each.trial_number: each for each in queries.power_profiles_of(transaction, job_id, first, last)}
     decisions = {each.trial_number: each for each in queries.decisions_of(transaction, job_id, first, last)}
     return [
-        _trial_export(trial, epochs.get(number, ()), profiles.get(number), decisions.get(number))
+        _trial_export(trial, epochs.get(number, ()), decisions.get(number))
         for number, trial in ((each.trial_number, each) for each in trials)
     ]
 
 
-def _trial_export(
-    trial: TrialRecord,
-    epochs: Sequence[StoredEpoch],
-    profile: StoredPowerProfile | None,
-    decision: StoredDecision | None,
-) -> TrialExport:
+def _trial_export(trial: TrialRecord, epochs: Sequence[StoredEpoch], decision: StoredDecision | None) -> TrialExport:
     """Return a trial without validation, because an export shows the database as it is."""
-    kept = None if profile is None else PowerProfileExport(samples=profile.samples, stored_at=profile.stored_at)
     return TrialExport.model_construct(
         **trial_row(trial),
         decision=None if decision is None else decision.decision,
-        power_profile=kept,
         epochs=tuple(EpochExport.model_construct(**record_row(epoch)) for epoch in epochs),
     )

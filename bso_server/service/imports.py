@@ -23,15 +23,7 @@ from bso_server.errors import InvalidImportError, JobConflictError
 from bso_server.service import reading
 from bso_server.service.exports import JobExport, TrialExport
 from bso_server.service.refusals import refuse_folder_name
-from bso_server.storage.rows import (
-    TRIAL,
-    StoredDecision,
-    StoredEpoch,
-    StoredJob,
-    StoredMemory,
-    StoredPowerProfile,
-    trial_from,
-)
+from bso_server.storage.rows import TRIAL, StoredDecision, StoredEpoch, StoredJob, StoredMemory, trial_from
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import ALIVE, ZEUS, CreatedJob, JobSummary, Origin, TrialState
@@ -133,9 +125,8 @@ class ImportedTrial(TrialExport):
             yield "batch_size", f"{self.batch_size} is not one of the job's batch_sizes {list(job.batch_sizes)}"
         if (self.epoch_bound is None) is not (self.epoch_bound_reason is None):
             yield "epoch_bound_reason", "goes with epoch_bound: both or neither"
-        for name in ("power_limit_w", "power_profile"):
-            if getattr(self, name) is not None and self.power_limits is None:
-                yield "power_limits", f"goes with {name}"
+        if self.power_limit_w is not None and self.power_limits is None:
+            yield "power_limits", "goes with power_limit_w"
 
     def _contradictions_of_reports(self, job: CreatedJob) -> Iterator[tuple[str, str]]:
         """Yield a field and a message for each contradiction in the trial's reports."""
@@ -210,7 +201,6 @@ class JobInImport:
         self.job_id = export.job.job_id
         self._trials: list[TrialRecord] = []
         self._epochs: list[StoredEpoch] = []
-        self._power_profiles: list[StoredPowerProfile] = []
         self._decisions: list[StoredDecision] = []
         # Events at which trials began or ended.
         self._events: set[int] = set()
@@ -233,8 +223,6 @@ class JobInImport:
         key = self.job_id, trial.trial_number
         self._trials.append(trial.record_of(self.job_id))
         self._epochs += (StoredEpoch(*key, **dict(epoch)) for epoch in trial.epochs)
-        if trial.power_profile is not None:
-            self._power_profiles.append(StoredPowerProfile(*key, trial.batch_size, **dict(trial.power_profile)))
         if trial.decision is not None:
             self._decisions.append(StoredDecision(*key, trial.decision))
 
@@ -306,7 +294,6 @@ class JobInImport:
         transaction.insert_revisions(self.job_id, export.revisions)
         transaction.insert_trials(self._trials)
         transaction.insert_epochs(self._epochs)
-        transaction.insert_power_profiles(self._power_profiles)
         transaction.insert_decisions(self._decisions)
         transaction.replace_arms(self.job_id, history.arms.values())
         policy = find(job.policy)

@@ -135,7 +135,6 @@ class Pages:
         version = digest([stored.registration, stored.event_count, cheapest_j, trial])
         if version == known:
             return version, None
-        profiles = queries.power_profiles_of(transaction, job_id, trial_number, trial_number)
         rule = stop_rule(terms_of(transaction, stored, trial).registration, trial, cheapest_j)
         found = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB, before=trial_number)
         totals = [_as_of(each, trial.started_event) for each in found]
@@ -150,7 +149,6 @@ class Pages:
             epochs=reading.epoch_views(transaction, stored.registration, trial),
             max_cost_j=rule.max_cost_j,
             max_epochs=rule.max_epochs,
-            power_profile=reading.power_profile_view(profiles[0]) if profiles else None,
             last_trial_number=stored.trial_count,
             explanation=reading.explanation_of(transaction, stored, trial),
             points=_points(stored.registration, totals),

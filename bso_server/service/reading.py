@@ -39,12 +39,11 @@ from bso_server.service.views import (
     DEFAULT_PAGE,
     CostUnit,
     EpochView,
-    PowerProfileView,
     VersionView,
 )
 from bso_server.storage import queries
 from bso_server.storage.migrations import HEAD
-from bso_server.storage.rows import StoredJob, StoredPowerProfile, last_report, record_row, trial_row
+from bso_server.storage.rows import StoredJob, last_report, record_row, trial_row
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -412,8 +411,3 @@ def epoch_views(transaction: Transaction, job: CreatedJob, trial: TrialRecord) -
     return tuple(
         EpochView(**record_row(each), cost_j=job.cost_j(time_s=each.time_s, energy_j=each.energy_j)) for each in kept
     )
-
-
-def power_profile_view(kept: StoredPowerProfile) -> PowerProfileView:
-    """Return a power-limit profile with the trial that measured it."""
-    return PowerProfileView.model_validate(kept, from_attributes=True)

@@ -23,7 +23,7 @@ from bso_server.errors import (
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import FIXED_TERMS, GP_VOI, CreatedJob, GpuConfig, TrialId, terms_between
+from zeus_plugins.protocol import FIXED_TERMS, GP_VOI, CreatedJob, TrialId, terms_between
 
 # Largest number of runs of one batch size in a window.
 _LARGEST_WINDOW = 1000
@@ -144,20 +144,6 @@ def refuse_message(
             field="lease_epoch",
         )
     return owner
-
-
-def refuse_other_gpus(job: StoredJob, gpus: GpuConfig) -> None:
-    """Raise `InvalidReportError` for power limits of other GPUs than the job's."""
-    registered = job.registration.gpus
-    if gpus != registered:
-        raise InvalidReportError(
-            f"job {job.job_id!r} runs on {_described(registered)}, and the power limits are of {_described(gpus)}",
-            field="gpus",
-        )
-
-
-def _described(gpus: GpuConfig) -> str:
-    return f"{gpus.number_of_gpus} x {gpus.gpu_model} of {gpus.max_power:g} W together"
 
 
 def require_job(transaction: Transaction, job: StoredJob, caller: Caller) -> str | None:

@@ -155,6 +155,7 @@ class ReportBatch:
                 waited_share=result.waited_share,
                 startup_s=result.startup_s,
                 watched=result.watched,
+                power_limit=result,
             )
             # Only the job's clock and its cheapest trial may have changed.
             job_after = job if job_after is terms else replace(job_after, registration=job.registration)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from bso_server.core.verdict import Saved
 from zeus_plugins.protocol import (
@@ -20,7 +18,6 @@ from zeus_plugins.protocol import (
     Joules,
     Origin,
     PositiveInt,
-    PowerLimitSamples,
     SavingsView,
     SavingsWord,
     Seconds,
@@ -57,25 +54,6 @@ class EpochView(EpochExport):
     """One report of a trial, with ``cost_j``: ``η·energy + (1 − η)·max_power·time`` in joules."""
 
     cost_j: float
-
-
-class PowerProfileExport(WireMessage):
-    """A power-limit profile, which a trial measured for later trials of its batch size.
-
-    Attributes:
-        samples: Cost of steps under each power limit, ascending by limit.
-        stored_at: When the server stored the samples (UTC).
-    """
-
-    samples: Annotated[PowerLimitSamples, Field(min_length=1)]
-    stored_at: Instant
-
-
-class PowerProfileView(PowerProfileExport):
-    """A power-limit profile, with the trial that measured it."""
-
-    trial_number: int
-    batch_size: int
 
 
 class Liveness(WireMessage):
@@ -195,7 +173,6 @@ class TrialPage(WireMessage):
     epochs: tuple[EpochView, ...]  # the reports that were not pruned
     max_cost_j: float | None  # cost at which the server stops the trial; None without such a bound
     max_epochs: int  # epochs after which the server stops the trial without the target
-    power_profile: PowerProfileView | None  # measured by this trial
     last_trial_number: int  # of the job
     explanation: Explanation  # with the beliefs at the trial's begin
     points: tuple[TrialPoint, ...]  # the latest trials before it, in their states at its start

@@ -20,13 +20,12 @@ from bso_server.storage.rows import (
     StoredDecision,
     StoredEpoch,
     StoredJob,
-    StoredPowerProfile,
     TrialTotals,
     decision_from,
     job_from,
     trial_from,
 )
-from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials, verdicts
+from bso_server.storage.tables import decisions, epochs, jobs, trials, verdicts
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import ALIVE, CreatedJob, EndReason, Origin, Stage, TrialState
 
@@ -275,11 +274,6 @@ def decisions_of(
 ) -> list[StoredDecision]:
     """Return the stored decisions behind the trials `first` to `last`, in order of dispatch."""
     return list(map(decision_from, _by_trial(transaction, decisions, job_id, first, last)))
-
-
-def power_profiles_of(transaction: Transaction, job_id: str, first: int, last: int) -> list[StoredPowerProfile]:
-    """Return the stored power-limit profiles of the trials `first` to `last`, in order of dispatch."""
-    return [StoredPowerProfile(**row) for row in _by_trial(transaction, power_profiles, job_id, first, last)]
 
 
 def _by_trial(transaction: Transaction, table: Table, job_id: str, first: int, last: int) -> Sequence[RowMapping]:

@@ -24,7 +24,6 @@ from zeus_plugins.protocol import (
     Decision,
     Fingerprint,
     Origin,
-    PowerLimitSample,
     SizeBelief,
     TrialState,
 )
@@ -55,17 +54,6 @@ class StoredEpoch:
     energy_j: float
     metric: float
     reported_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPowerProfile:
-    """Row of `power_profiles`, measured on the job's GPUs; fields as in `service.views.PowerProfileView`."""
-
-    job_id: str
-    trial_number: int
-    batch_size: int
-    samples: tuple[PowerLimitSample, ...]
-    stored_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +167,6 @@ def _written_with(*occasions: str) -> tuple[str, ...]:
 TRIAL = tuple(trials.c.keys())
 TRIAL_AT_REPORT = _written_with("report")
 TRIAL_AT_TRANSITION = _written_with("report", "state")
-TRIAL_AT_POWER_LIMIT = _written_with("power limit")
 
 
 def trial_row(trial: TrialRecord, columns: tuple[str, ...] = TRIAL) -> dict[str, Any]:
@@ -206,7 +193,7 @@ def last_report(trial: TrialRecord) -> StoredEpoch:
     return StoredEpoch(*_last_report_values(trial))
 
 
-def record_row(record: StoredEpoch | StoredPowerProfile | StoredMemory) -> dict[str, Any]:
+def record_row(record: StoredEpoch | StoredMemory) -> dict[str, Any]:
     """Return the row of a record with one column per field."""
     return {field.name: getattr(record, field.name) for field in fields(record)}
 

@@ -17,7 +17,7 @@ from sqlalchemy.types import TypeEngine
 
 from bso_server.core.model import Arm, Deviations
 from bso_server.core.savings import JobVerdict
-from zeus_plugins.protocol import Change, EndReason, Origin, PowerLimitSample, TrialState
+from zeus_plugins.protocol import Change, EndReason, Origin, TrialState
 
 metadata = sa.MetaData()
 
@@ -81,12 +81,10 @@ def _member_of(members: type[StrEnum], length: int) -> sa.Enum:
     )
 
 
-# When a message updates a column of a trial: with each report, with each change of state (which writes the columns of
-# reports too), or when the training sends its power limit. Messages of a trial never update other
-# columns.
+# When a message updates a column of a trial: with each report, or with each change of state (which writes the columns
+# of reports too). Messages of a trial never update other columns.
 REPORT = {"written": "report"}
 STATE = {"written": "state"}
-POWER_LIMIT = {"written": "power limit"}
 
 jobs = sa.Table(
     "jobs",
@@ -179,8 +177,8 @@ trials = sa.Table(
     sa.Column("epoch_bound_reason", sa.Text, info=STATE),
     sa.Column("idempotency_key", sa.String(255)),
     sa.Column("owner", sa.String(16)),
-    sa.Column("power_limit_w", sa.Double, info=POWER_LIMIT),
-    sa.Column("power_limits", sa.Integer, info=POWER_LIMIT),
+    sa.Column("power_limit_w", sa.Double, info=REPORT),
+    sa.Column("power_limits", sa.Integer, info=REPORT),
     sa.Column("confirmed", sa.Integer, nullable=False, info=REPORT),
     sa.Column("waited_share", sa.Double, info=REPORT),
     sa.Column("startup_s", sa.Double, info=REPORT),
@@ -206,22 +204,6 @@ epochs = sa.Table(
     sa.Column("metric", sa.Double, nullable=False),
     sa.Column("reported_at", UtcDateTime, nullable=False, index=True),
     sa.ForeignKeyConstraint(["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"),
-    **_MYSQL,
-)
-
-# Costs of steps under each power limit, stored with the trial that measured them.
-power_profiles = sa.Table(
-    "power_profiles",
-    metadata,
-    sa.Column("job_id", sa.String(255), primary_key=True),
-    sa.Column("trial_number", sa.Integer, primary_key=True, autoincrement=False),
-    # Copied from the trial, so that one index finds the newest profile of a batch size.
-    sa.Column("batch_size", sa.Integer, nullable=False),
-    # Ascending by limit.
-    sa.Column("samples", Json(tuple[PowerLimitSample, ...]), nullable=False),
-    sa.Column("stored_at", UtcDateTime, nullable=False),
-    sa.ForeignKeyConstraint(["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"),
-    sa.Index("ix_power_profiles_job_id_batch_size", "job_id", "batch_size", "trial_number"),
     **_MYSQL,
 )
 

@@ -30,7 +30,6 @@ from bso_server.storage.rows import (
     StoredEpoch,
     StoredJob,
     StoredMemory,
-    StoredPowerProfile,
     decision_row,
     job_from,
     job_row,
@@ -48,7 +47,6 @@ from bso_server.storage.tables import (
     epochs,
     jobs,
     policy_memories,
-    power_profiles,
     revisions,
     tokens,
     trials,
@@ -117,14 +115,6 @@ _VERDICT = sa.select(verdicts.c.event, verdicts.c.verdict).where(
 )
 _REVISIONS = sa.select(revisions).where(revisions.c.job_id == sa.bindparam("job_id")).order_by(revisions.c.revision)
 _TOKEN = sa.select(tokens).where(tokens.c.token_id == sa.bindparam("token_id"))
-_NEWEST_POWER_PROFILE = (
-    sa.select(power_profiles)
-    .join_from(power_profiles, trials)
-    .where(power_profiles.c.job_id == sa.bindparam("job_id"), power_profiles.c.batch_size == sa.bindparam("batch_size"))
-    .where(trials.c.other_gpus.is_(False))
-    .order_by(power_profiles.c.trial_number.desc())
-    .limit(1)
-)
 _INSERT_TRIALS, _INSERT_EPOCHS, _INSERT_DECISIONS = sa.insert(trials), sa.insert(epochs), sa.insert(decisions)
 
 
@@ -434,19 +424,6 @@ class Transaction:
             values = [{f"key_{name}": value for name, value in key.items()} for key in keys]
             self.connection.execute(sa.delete(epochs).where(*_has_key(epochs)), values)
         return len(keys)
-
-    def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
-        """Return the newest profile of a trial of this size on the job's GPUs, or None."""
-        found = self.rows(_NEWEST_POWER_PROFILE, job_id=job_id, batch_size=batch_size)
-        return StoredPowerProfile(**found[0]) if found else None
-
-    def insert_power_profiles(self, added: Iterable[StoredPowerProfile]) -> None:
-        """Insert the profiles of trials that have none."""
-        self._insert(sa.insert(power_profiles), (record_row(profile) for profile in added))
-
-    def update_power_profile(self, changed: StoredPowerProfile) -> None:
-        """Replace the profile of a locked trial."""
-        self._update(power_profiles, [record_row(changed)])
 
     def insert_decisions(self, added: Iterable[StoredDecision]) -> None:
         """Insert decisions."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from bso_server.core.savings import is_whole_run
 from bso_server.service.views import (
     JobPage,
-    PowerProfileView,
     TrialPage,
     TrialPoint,
 )
@@ -286,23 +285,3 @@ def _epoch_scale(page: TrialPage) -> Scale:
     # The axis includes the bound on epochs only if the trial came near the bound.
     far = max(float(page.max_epochs), last) if page.max_epochs <= 2 * last else last
     return Scale(0.0, max(far, 1.0) * 1.04)
-
-
-def power(profile: PowerProfileView) -> Plot:
-    """Chart the energy of a step under each power limit."""
-    samples = profile.samples
-    x = Scale.over([each.limit_w for each in samples], zero=False)
-    y = Scale.over([each.energy_per_step_j for each in samples])
-    least = min(samples, key=lambda each: each.energy_per_step_j)
-    told = f"A step takes least energy, {units.energy(least.energy_per_step_j)}, at {units.number(least.limit_w)} W."
-    plot = Plot("power", "Energy of a step under each power limit", told, x, y, height=200)
-    watts = [(value, f"{units.number(value)}{units.SPACE}W") for value in x.ticks(6)]
-    plot.axes(y.energies(4), watts, "power limit of each GPU")
-    plot.path([(each.limit_w, each.energy_per_step_j) for each in samples], "line")
-    for each in samples:
-        told = (
-            f"{units.number(each.limit_w)} W: {units.energy(each.energy_per_step_j)} and "
-            f"{units.number(1000 * each.time_per_step_s)} ms a step"
-        )
-        plot.mark(each.limit_w, each.energy_per_step_j, "epoch", "plain", told)
-    return plot

@@ -29,8 +29,6 @@ from zeus_plugins.protocol import (
     JobSpec,
     OfflineTrial,
     Origin,
-    PowerLimitChoice,
-    PowerLimitSample,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
@@ -44,14 +42,10 @@ JOB = CreatedJob.of(
 )
 TRIAL = TrialId(job_id="mnist-1", batch_size=32, trial_number=3)
 RESULT = TrainingResult(**TRIAL.model_dump(), time=1.5, energy=20.0, metric=0.9, current_epoch=2, energy_source="nvml")
-CHOICE = PowerLimitChoice(
-    gpus=JOB.gpus,
-    samples=(PowerLimitSample(limit_w=125.0, steps=40, time_s=8.0, energy_j=1500.0, source="nvml"),),
-    chosen_limit_w=125.0,
-)
 TOKEN = "s3cret"  # noqa: S105 - no real token
 DISPATCH = {"job_id": "mnist-1", "batch_size": 32, "trial_number": 3}
 NAMED = DISPATCH | {"registration_id": None, "lease_epoch": None, "dispatch_id": None}
+NO_LIMIT = {"power_limit_w": None, "power_limits": None}
 VERDICT: dict[str, Any] = {"stop_train": False, "converged": False, "message": "on"}
 
 
@@ -94,31 +88,28 @@ REQUESTS: dict[str, Any] = {
         "POST /report",
         {"time": 1.5, "energy": 20.0, "metric": 0.9, "current_epoch": 2, "energy_source": "nvml", "judged_by": None}
         | {"waited_share": None, "startup_s": None, "watched": None, "rank": None}
+        | NO_LIMIT
         | NAMED,
     ),
     "end_trial": (
         lambda client: client.end_trial(TrialDispatch(**DISPATCH, origin=Origin.BANDIT, reason="why not")),
         None,
         "PATCH /trials",
-        NAMED | {"outcome": "failed", "refused_size": False, "ended_early": False, "detail": None},
+        NAMED | NO_LIMIT | {"outcome": "failed", "refused_size": False, "ended_early": False, "detail": None},
     ),
     "end_trial otherwise": (
         lambda client: client.end_trial(TRIAL, Ending(outcome=TrialState.SUSPENDED, detail="the node was needed")),
         None,
         "PATCH /trials",
-        NAMED | {"outcome": "suspended", "refused_size": False, "ended_early": False, "detail": "the node was needed"},
+        NAMED
+        | NO_LIMIT
+        | {"outcome": "suspended", "refused_size": False, "ended_early": False, "detail": "the node was needed"},
     ),
     "heartbeat": (
         lambda client: client.heartbeat(TRIAL),
         {"state": "running", "lease_s": 180, "interval_s": 30, "lease_epoch": 1},
         "PATCH /trials/heartbeat",
         NAMED | {"regular": True, "resumes": False},
-    ),
-    "store_power_profile": (
-        lambda client: client.store_power_profile(TRIAL, CHOICE),
-        None,
-        "PUT /trials/power_profile",
-        NAMED | CHOICE.model_dump(mode="json"),
     ),
     "record_offline": (
         lambda client: client.record_offline(OfflineTrial(job_id="mnist-1", batch_size=32), "key"),

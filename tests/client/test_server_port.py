@@ -25,8 +25,6 @@ from zeus_plugins.protocol import (
     JobSpecFromClient,
     OfflineTrial,
     Origin,
-    PowerLimitChoice,
-    PowerLimitSample,
     RefusalReason,
     TrainingResult,
     TrialId,
@@ -34,11 +32,6 @@ from zeus_plugins.protocol import (
 )
 
 GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
-CHOICE = PowerLimitChoice(
-    gpus=GPUS,
-    samples=(PowerLimitSample(limit_w=80.0, steps=10, time_s=1.0, energy_j=70.0, source="nvml"),),
-    chosen_limit_w=80.0,
-)
 
 
 @pytest.fixture(scope="module", params=["http", "local"])
@@ -84,7 +77,6 @@ def messages(port: ServerPort, trial: TrialId) -> list[Callable[[], object]]:
         lambda: port.send_report(result(trial)),
         lambda: port.end_trial(trial),
         lambda: port.heartbeat(trial),
-        lambda: port.store_power_profile(trial, CHOICE),
     ]
 
 
@@ -219,18 +211,13 @@ def test_offline_trial_is_recorded_once_even_after_the_end(port: ServerPort, job
             port.record_offline(wrong, "key" if wrong.batch_size == 8 else "other")
 
 
-def test_power_limits_come_with_the_next_trial_of_the_size(port: ServerPort, job: CreatedJob) -> None:
-    first = port.request_trial(job.job_id)
-    assert first.power_profile is None
-    for _ in range(2):
-        port.store_power_profile(name_of(first), CHOICE)
-    port.end_trial(name_of(first), Ending(outcome=TrialState.SUSPENDED))
-    trials = [port.request_trial(job.job_id) for _ in range(3)]
-    known = [each.power_profile for each in trials if each.batch_size == first.batch_size]
-    assert all(profile is not None and profile.samples == CHOICE.samples for profile in known)
-    other = CHOICE.model_copy(update={"gpus": GPUS.model_copy(update={"gpu_model": "V100"})})
-    with refused(422, "and the power limits are of 1 x V100"):
-        port.store_power_profile(name_of(first), other)
+def test_power_limit_of_a_report_or_an_ending_is_kept(port: ServerPort, job: CreatedJob) -> None:
+    reported, ended = (name_of(port.request_trial(job.job_id)) for _ in range(2))
+    limit = {"power_limit_w": 80.0, "power_limits": 4}
+    port.send_report(result(reported).model_copy(update=limit))
+    port.end_trial(ended, Ending(**limit))
+    kept = [(each.power_limit_w, each.power_limits) for each in port.show_job(job.job_id).trials]
+    assert kept == [(80.0, 4)] * 2
 
 
 def test_port_can_be_used_after_closing(port: ServerPort, trial: TrialId) -> None:

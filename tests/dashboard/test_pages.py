@@ -328,7 +328,7 @@ class TestWords:
             (f"jobs/{JOB}/trials/3", "Expected cost of each batch size, before run 3"),
             (f"jobs/{JOB}/trials/1", "64 reached the target, 0.9, after"),
             (f"jobs/{JOB}/trials/10", "256 crashed"),
-            (f"jobs/{JOB}/trials/15", "A step takes least energy"),
+            (f"jobs/{JOB}/trials/15", "power limit of each GPU400 W"),
         ],
     )
     async def test_page_begins_with_most_important_statement(

@@ -1,4 +1,4 @@
-"""Beside the batch-size callback, trainings share their power-limit measurements through the server."""
+"""Beside the batch-size callback, trainings of a machine share their power-limit measurements in a file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.frameworks import FrameworkBench, Powered
 from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
+from zeus_plugins.files import state_directory
+from zeus_plugins.power_limit import PowerLimitProfile
 
 STEPS = 4  # The steps of an epoch at a batch size of 48.
 # Each limit is measured for a step: an epoch is enough for all of them.
@@ -38,14 +40,15 @@ def test_second_recurrence_measures_nothing(bench: FrameworkBench, is_first: boo
     second, known = recur(bench, is_first)
     assert second.limits_of_steps == [BEST_W] * STEPS
     assert known.profile == measured.profile
-    assert bench.power_profiles() == [(1, 4)]
     assert bench.power_limits() == [(BEST_W, 4)] * 2
 
 
-def test_measurements_in_file_reach_server(bench: FrameworkBench, tmp_path: Path) -> None:
+def test_profile_path_replaces_the_file_of_the_job(bench: FrameworkBench, tmp_path: Path) -> None:
     path = tmp_path / "{batch_size}.json"
     alone = Powered()
     bench.training(bench.PowerLimit(**alone.options(profile_path=path, **AT_ONCE)), work=alone, size=48).train()
     first, _ = recur(bench, profile_path=path)
     assert first.limits_of_steps == [BEST_W] * STEPS
-    assert bench.power_profiles() == [(1, 4)]
+    assert bench.power_limits() == [(BEST_W, 4)]
+    assert is_as_the_table(PowerLimitProfile.load(tmp_path / "48.json"))
+    assert not (state_directory() / "power-profiles").exists()

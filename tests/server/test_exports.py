@@ -41,11 +41,9 @@ from tests.support.exports import (
     exported,
     import_beside,
     import_lines,
-    power_profiles_over,
     renamed,
 )
-from tests.support.jobs import JOB, THREE_SIZES, job
-from tests.support.power_limit_bench import found_out
+from tests.support.jobs import THREE_SIZES, job
 from tests.support.properties import any_job, examples
 from tests.support.service import HOUR_S, JobService, live, new_job, remembered
 from tests.support.wire import begin, reached, report
@@ -64,15 +62,15 @@ pytestmark = pytest.mark.storage
 def lived(http: httpx.Client) -> str:
     """Create a job in its bandit stage with completed, failed and running trials; return its id.
 
-    The completed trials have stored power-limit profiles.
+    The completed trials have power limits.
     """
     job_id = f"move-{uuid.uuid4().hex[:8]}"
     http.post("/jobs", json=job(job_id=job_id, num_pruning_rounds=1, mab_seed=1)).raise_for_status()
     for cost_j in (500, 400, 450):
         trial = begin(http, job_id)
-        report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1)
+        limit = {"power_limit_w": 80.0, "power_limits": 2}
+        report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1, **limit)
         reached(http, trial, cost_j)
-        http.put("/trials/power_profile", json=trial | found_out(JOB, cost_j)).raise_for_status()
     http.patch("/trials", json=begin(http, job_id)).raise_for_status()
     report(http, begin(http, job_id), time=1, energy=100, metric=0.25, current_epoch=0.5)
     return job_id
@@ -94,13 +92,12 @@ def view(http: httpx.Client, job_id: str) -> dict[str, Any]:
     ]
     pages = [http.get(f"/ui/jobs/{job_id}/trials/{trial['trial_number']}.json").json() for trial in job["trials"]]
     _, *trials = export_over(http, job_id)
-    whole = {
+    return {
         "job": job,
         "summary": {**summary, "job_id": None},
         "epochs": [page["epochs"] for page in pages],
         "trials": trials,
     }
-    return {**whole, "power_profiles": power_profiles_over(http, job_id)}
 
 
 class TestOverHttp:
@@ -112,7 +109,7 @@ class TestOverHttp:
 
         assert (imported.job_id, imported.trials) == (second, 5)
         assert view(http, first)["job"]["stage"] == "bandit"
-        assert [each["trial_number"] for each in view(http, first)["power_profiles"]] == [1, 2, 3]
+        assert [each["power_limits"] for each in view(http, first)["trials"]] == [2, 2, 2, None, None]
         assert view(http, second) == view(http, first)
         for cost_j in (420, 430, 390, 440):
             trials = [http.get("/jobs/batch_size", params={"job_id": job_id}).json() for job_id in (first, second)]
@@ -120,10 +117,12 @@ class TestOverHttp:
             for trial in trials:
                 reached(http, {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}, cost_j)
 
-    def test_export_of_an_earlier_version_with_a_probe_is_imported(self, http: httpx.Client, export: Lines) -> None:
+    def test_export_of_an_earlier_version_is_imported(self, http: httpx.Client, export: Lines) -> None:
         new, old = renamed(export), renamed(export)
         old[0]["job"]["first_run"] = "predicted"
         old[0]["probe"] = {"gpus": {"max_power": 100}, "sizes": [{"batch_size": 8}], "critical_batch_size": 90}
+        sample = {"limit_w": 80.0, "steps": 4, "time_s": 1.5, "energy_j": 100.0, "source": "nvml"}
+        old[1]["power_profile"] = {"samples": [sample], "stored_at": "2026-01-01T00:00:00Z"}
         for copy in (new, old):
             import_beside(http, copy)
         first, second = (export_over(http, copy[0]["job"]["job_id"]) for copy in (new, old))
@@ -184,7 +183,6 @@ WRONG: list[tuple[str, Callable[[Lines], object], str]] = [
     ("an epoch twice", lambda export: export[1]["epochs"].append(export[1]["epochs"][0]), "line 2, epochs"),
     ("an epoch beyond", lambda export: export[1]["epochs"][0].update(report_number=9), "line 2, epochs"),
     ("a limit of none", lambda export: export[1].update(power_limits=None), "line 2, power_limits"),
-    ("a profile of none", lambda export: export[1]["power_profile"].update(samples=[]), "line 2, power_profile"),
     ("NUL", lambda export: export[1].update(reason="a\0b"), "line 2, reason"),
     ("no survivors", lambda export: export[0].update(survivors=None), "line 1, survivors"),
     ("foreign survivors", lambda export: export[0].update(survivors=[8, 32]), "line 1, survivors"),

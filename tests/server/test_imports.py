@@ -113,7 +113,7 @@ async def test_failed_import_leaves_nothing(bso: JobService, monkeypatch: pytest
         raise OSError("the process has ended")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transaction, "insert_power_profiles", fail)
+        patch.setattr(Transaction, "insert_decisions", fail)
         with pytest.raises(OSError, match="has ended"):
             await import_lines(bso.store, export_of(job_id, 400))
     assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]

@@ -21,9 +21,8 @@ from sqlalchemy.engine import make_url
 from bso_server.cli.serve import MOST_HEAD_BYTES
 from bso_server.errors import InvalidImportError
 from tests.support import wire
-from tests.support.exports import encoded, export_over, import_beside, power_profiles_over, renamed
-from tests.support.jobs import JOB, THREE_SIZES, job
-from tests.support.power_limit_bench import found_out
+from tests.support.exports import encoded, export_over, import_beside, renamed
+from tests.support.jobs import THREE_SIZES, job
 from tests.support.servers import ServerProcess, memory_of
 from tests.support.wire import begin
 
@@ -102,7 +101,7 @@ def good_body(scene: Scene, path: str) -> dict[str, Any]:
             return job(**THREE_SIZES, job_id="job-refused")
         case _:
             report = {"time": 6.0, "energy": 600.0, "metric": 0.5, "current_epoch": 3}
-            return {**scene.running, **report, **found_out(JOB)}
+            return {**scene.running, **report}
 
 
 def assert_refused(answer: httpx.Response, status: int, field: str) -> None:
@@ -186,10 +185,10 @@ def test_invalid_field_of_a_job_is_refused(scene: Scene, field: str, token: str,
 
 
 def test_long_list_of_errors_is_truncated(scene: Scene) -> None:
-    body = good_body(scene, "/trials/power_profile") | {"samples": [{"limit_w": "first"}] * 200}
+    body = good_body(scene, "/report") | {"watched": {f"metric {number}": "high" for number in range(30)}}
     with scene.nothing_stored():
-        answer = scene.http.put("/trials/power_profile", json=body)
-        assert_refused(answer, 422, "samples.0.limit_w")
+        answer = scene.http.post("/report", json=body)
+        assert_refused(answer, 422, "watched.metric 0")
     assert len(answer.json()["errors"]) <= 20
 
 
@@ -220,6 +219,10 @@ def test_names_of_gpus_may_contain_any_printable_text(http: httpx.Client, gpu_mo
     ("current_epoch", str(2**31), "current_epoch"),
     ("energy_source", '"nv\\u0000ml"', "energy_source"),
     ("energy_source", '"\\ud800"', "energy_source"),
+    ("power_limit_w", "0", "power_limit_w"),
+    ("power_limit_w", "1e300", "power_limit_w"),
+    ("power_limits", "0", "power_limits"),
+    ("power_limits", str(2**31), "power_limits"),
     ("trial_number", "0", "trial_number"),
     ("trial_number", str(2**63), "trial_number"),
     ("batch_size", "16.5", "batch_size"),
@@ -252,7 +255,7 @@ def test_any_finite_number_is_a_metric_at_any_pace(http: httpx.Client, reports: 
     assert [(each["epoch"], each["metric"]) for each in http.get(path).json()["epochs"]] == reports
 
 
-@pytest.mark.parametrize("path", ["/report", "/trials", "/trials/heartbeat", "/trials/power_profile"])
+@pytest.mark.parametrize("path", ["/report", "/trials", "/trials/heartbeat"])
 @pytest.mark.parametrize(
     ("wrong", "status", "named"),
     [
@@ -265,10 +268,10 @@ def test_any_finite_number_is_a_metric_at_any_pace(http: httpx.Client, reports: 
     ids=["no such trial", "a trial of another job", "no such job", "another size", "another job's, another size"],
 )
 def test_mismatched_trial_is_refused(scene: Scene, path: str, wrong: dict[str, Any], status: int, named: str) -> None:
-    body = {**scene.running, **scene.reported, **found_out(JOB), **wrong}
+    body = {**scene.running, **scene.reported, **wrong}
     if body["job_id"] == "the other":
         body["job_id"] = scene.other_job
-    method = {"/report": "POST", "/trials/power_profile": "PUT"}.get(path, "PATCH")
+    method = "POST" if path == "/report" else "PATCH"
     with scene.nothing_stored():
         assert_refused(scene.http.request(method, path, json=body), status, named)
 
@@ -356,11 +359,11 @@ def test_invalid_job_id_is_refused_at_registration(scene: Scene, field: str, tok
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("POST", "/report"), ("PATCH", "/trials"), ("PATCH", "/trials/heartbeat"), ("PUT", "/trials/power_profile")],
+    [("POST", "/report"), ("PATCH", "/trials"), ("PATCH", "/trials/heartbeat")],
 )
 @pytest.mark.parametrize("token", [pytest.param(token, id=name) for name, token in IN_JSON.items()])
 def test_invalid_job_id_of_a_trial_is_refused(scene: Scene, method: str, path: str, token: str) -> None:
-    body = with_token({**scene.running, **scene.reported, **found_out(JOB)}, "job_id", token)
+    body = with_token({**scene.running, **scene.reported}, "job_id", token)
     with scene.nothing_stored():
         assert_refused(scene.http.request(method, path, content=body, headers=JSON), 422, "job_id")
 
@@ -449,54 +452,6 @@ def test_unusual_idempotency_key_is_accepted(http: httpx.Client, key: str) -> No
     assert answers[0]["trial_number"] == 1
 
 
-# --- Power limits -----------------------------------------------------------------------------------------------------
-
-
-def spoilt(**changes: Any) -> dict[str, Any]:
-    return found_out(JOB) | changes
-
-
-def sample(**changes: Any) -> dict[str, Any]:
-    return found_out(JOB)["samples"][0] | changes
-
-
-ONE_TOO_MANY = [sample(limit_w=limit_w) for limit_w in range(1, 258)]
-
-
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        (spoilt(gpus=None), "gpus"),
-        (spoilt(gpus={"max_power": 250.0, "number_of_gpus": 1, "gpu_model": JOB["gpu_model"]}), "gpus"),
-        (spoilt(gpus={"max_power": 100.0, "number_of_gpus": 1, "gpu_model": "A40"}), "gpus"),
-        (spoilt(gpus={"max_power": 100.0, "number_of_gpus": 0, "gpu_model": "A40"}), "gpus.number_of_gpus"),
-        ({"gpus": found_out(JOB)["gpus"]}, "samples"),
-        (spoilt(samples=[], chosen_limit_w=None), "samples"),
-        (spoilt(samples=ONE_TOO_MANY, chosen_limit_w=None), "samples"),
-        (spoilt(samples=[sample(), sample()]), "samples"),
-        (spoilt(samples=[sample(limit_w=0)]), "samples.0.limit_w"),
-        (spoilt(samples=[sample(), sample(limit_w=1e300)]), "samples.1.limit_w"),
-        (spoilt(samples=[sample(steps=0)]), "samples.0.steps"),
-        (spoilt(samples=[sample(time_s=0)]), "samples.0.time_s"),
-        (spoilt(samples=[sample(energy_j=-1)]), "samples.0.energy_j"),
-        (spoilt(samples=[sample(source="a" * 256)]), "samples.0.source"),
-        (spoilt(chosen_limit_w=90.0), "chosen_limit_w"),
-    ],
-)
-def test_invalid_power_limits_are_refused(scene: Scene, body: dict[str, Any], named: str) -> None:
-    with scene.nothing_stored():
-        assert_refused(scene.http.put("/trials/power_profile", json=scene.running | body), 422, named)
-
-
-def test_maximum_number_of_power_limits_is_accepted(http: httpx.Client) -> None:
-    trial = begin(http, register(http))
-    samples = [sample(limit_w=limit_w + 1 / 3, source="ä" * 255) for limit_w in range(256)]
-    body = trial | spoilt(samples=samples[::-1], chosen_limit_w=None)
-    http.put("/trials/power_profile", json=body).raise_for_status()
-    (kept,) = power_profiles_over(http, trial["job_id"])
-    assert kept["samples"] == samples
-
-
 # --- Bodies that every route refuses: no JSON, another media type, or far too large -----------------------------------
 
 
@@ -507,7 +462,6 @@ WITH_BODY = [
     ("POST", "/report"),
     ("PATCH", "/trials"),
     ("PATCH", "/trials/heartbeat"),
-    ("PUT", "/trials/power_profile"),
 ]
 with_body = pytest.mark.parametrize(
     ("method", "path"), WITH_BODY, ids=[f"{method} {path}" for method, path in WITH_BODY]

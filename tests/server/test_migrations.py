@@ -133,7 +133,10 @@ PROBE = {"gpus": {"max_power": 100, "number_of_gpus": 1, "gpu_model": "V100"}, "
 
 
 def add_rows_of_version_5(connection: sa.Connection) -> None:
-    """Give every job a probe, and the first job a webhook that has sent a message; add a job without its trials."""
+    """Give every job a probe, and the first job a webhook that has sent a message and a trial's power-limit profile.
+
+    Add a job without its trials.
+    """
     connection.execute(sa.table("jobs", sa.column("probe")).update().values(probe=json.dumps(PROBE)))
     insert(
         connection,
@@ -149,11 +152,13 @@ def add_rows_of_version_5(connection: sa.Connection) -> None:
     insert(connection, "jobs", **{**JOB, "job_id": "half-imported", "importing_at": NOW, "revised_event": 0})
     of_job = {"event": 2, "word": "saves", "is_stuck": False, "level_event": 1}
     insert(connection, "webhook_jobs", job_id="job-zeus", webhook_id="0123456789abcdef", **of_job)
+    of_trial = {"job_id": "job-zeus", "trial_number": 1, "batch_size": 16}
+    insert(connection, "power_profiles", **of_trial, samples="[]", stored_at=NOW)
 
 
 def removed_rows(connection: sa.Connection) -> list[int]:
-    """Return the number of jobs with a probe, of webhooks, and of states that their receivers know."""
-    counts = ("jobs WHERE probe IS NOT NULL", "webhooks", "webhook_jobs")
+    """Return the numbers of jobs with a probe, webhooks, states that their receivers know, and power-limit profiles."""
+    counts = ("jobs WHERE probe IS NOT NULL", "webhooks", "webhook_jobs", "power_profiles")
     return [connection.scalar(sa.text(f"SELECT count(*) FROM {rows}")) or 0 for rows in counts]  # noqa: S608 - constants
 
 
@@ -165,6 +170,10 @@ def rows_of(table: str) -> Callable[[sa.Connection], list[dict[str, Any]]]:
         return [{name: value for name, value in row.items() if name not in LACKING} for row in rows]
 
     return read
+
+
+def set_power_limits(connection: sa.Connection) -> None:
+    connection.execute(sa.text("UPDATE trials SET power_limit_w = 80, power_limits = 2"))
 
 
 async def counts(store: Store) -> list[int]:
@@ -203,15 +212,16 @@ def test_migration_drops_unused_rows_and_no_job_or_trial(kind: str, tmp_path: Pa
             await service.reach(await service.suggest())
             await service.end(await service.suggest())
             await service.suggest()
+        await changed(store, set_power_limits)
         before = await facts(store)
         await changed(store, moved_to("0005", command.downgrade), add_rows_of_version_5)
-        assert await counts(store) == [2, 1, 1]
+        assert await counts(store) == [2, 1, 1, 1]
         await store.migrate()
         assert await facts(store) == before
         await decide_and_verify(services)
         later = await facts(store)
         await changed(store, moved_to("0005", command.downgrade))
-        assert await counts(store) == [0, 0, 0]
+        assert await counts(store) == [0, 0, 0, 0]
         assert await facts(store) == later
         await store.migrate()
         await decide_and_verify(services)

@@ -36,7 +36,6 @@ ROUTES = [
     ("POST", "/trials"),
     ("PATCH", "/trials"),
     ("PATCH", "/trials/heartbeat"),
-    ("PUT", "/trials/power_profile"),
     ("GET", "/api/jobs"),
     ("GET", "/api/report"),
     ("GET", "/api/jobs/{job_id}"),

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from bso_server.errors import BsoError, InvalidImportError, InvalidJobError, InvalidReportError, JobConflictError
 from bso_server.service.reading import explain
-from bso_server.storage.rows import StoredPowerProfile
 from bso_server.storage.store import Store
 from bso_server.storage.tables import trials
 from bso_server.storage.transaction import Transaction
 from tests.support.databases import DATABASES, MYSQL_SNAPSHOTS
 from tests.support.exports import exported, import_lines, renamed
 from tests.support.properties import examples
-from tests.support.service import ACTIONS, START, JobService, act, new_job, trial_id
+from tests.support.service import ACTIONS, JobService, act, new_job, trial_id
 from zeus_plugins.protocol import (
     CONTROLS,
     GP_VOI,
@@ -28,7 +27,6 @@ from zeus_plugins.protocol import (
     ZEUS,
     CreatedJob,
     EndReason,
-    PowerLimitSample,
     Revision,
     TrainingResult,
     TrialDispatch,
@@ -342,16 +340,6 @@ async def test_job_with_runs_without_epochs_keeps_policy_zeus(store: Store) -> N
     await server.store.write(lambda transaction: transaction.connection.execute(unknown).rowcount)
     with pytest.raises(JobConflictError, match="cannot become 'gp_voi', which learns from epochs: trial 1 has none"):
         await revise(server, policy=GP_VOI)
-
-
-async def test_power_limits_of_former_gpus_are_not_sent(bso: JobService) -> None:
-    await bso.reach(await bso.suggest())
-    samples = (PowerLimitSample(limit_w=100.0, steps=1, time_s=1.0, energy_j=1.0),)
-    profile = StoredPowerProfile(bso.job_id, 1, 16, samples, START)
-    await bso.store.write(lambda transaction: transaction.insert_power_profiles([profile]))
-    assert await bso.store.read(lambda each: each.newest_power_profile(bso.job_id, 16)) == profile
-    await revise(bso, gpu_model="H100")
-    assert await bso.store.read(lambda each: each.newest_power_profile(bso.job_id, 16)) is None
 
 
 CHANGES = st.one_of(

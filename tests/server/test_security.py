@@ -29,7 +29,6 @@ from bso_server.settings import Settings
 from tests.support.dashboard_pages import client_of
 from tests.support.job_bench import seconds_and_joules
 from tests.support.jobs import THREE_SIZES, job
-from tests.support.power_limit_bench import found_out
 from tests.support.reporting import warnings_in
 from tests.support.servers import ServerProcess, bso_server, serving
 from tests.support.service import JobService, trial_id
@@ -157,13 +156,10 @@ class TestOwners:
             http.report(tokens.other, trial), 403, None, "belongs to token", tokens.report.split("_")[1], "(test)"
         )
         assert_refused(http.ask("PATCH", "/trials/heartbeat", tokens.other, json=trial), 403, None)
-        assert_refused(http.ask("PUT", "/trials/power_profile", tokens.other, json=trial | found_out(job())), 403, None)
 
         for token in (tokens.report, tokens.admin):
             assert http.report(token, trial).status_code == 200
             assert http.ask("PATCH", "/trials/heartbeat", token, json=trial).status_code == 200
-            stored = http.ask("PUT", "/trials/power_profile", token, json=trial | found_out(job()))
-            assert stored.status_code == 200, stored.text
 
     def test_only_the_trials_token_or_an_administrator_ends_a_trial(self, http: Http, tokens: Tokens) -> None:
         for ending in (tokens.report, tokens.admin):

@@ -13,12 +13,9 @@ from tests.support.service import open_store, run_apart, trial_id
 from zeus_plugins.protocol import (
     CONTROLS,
     CreatedJob,
-    GpuConfig,
-    PowerLimitSample,
     TrainingResult,
     TrialDispatch,
     TrialEnd,
-    TrialPowerProfile,
     TrialState,
 )
 
@@ -64,6 +61,7 @@ class Life:
         energy_source: str = "nvml",
         waited_share: float | None = None,
         startup_s: float | None = None,
+        power_limits: int | None = None,
         slower: float = 1.0,
     ) -> TrialDispatch:
         """Run the job to its end or for `epochs` epochs, each `slower` times as long; report each or only the last."""
@@ -85,6 +83,8 @@ class Life:
                 energy_source=energy_source,
                 waited_share=waited_share,
                 startup_s=startup_s,
+                power_limit_w=None if power_limits is None else 400.0,
+                power_limits=power_limits,
             )
             answer = await self.service.reports.record_report(result)
             if answer.stop_train or epoch == epochs:
@@ -115,26 +115,6 @@ class Life:
         end = TrialEnd(**trial_id(trial).model_dump(), outcome=state)
         await self.service.transact(self.service.commands.end_trial, end)
 
-    async def find_power_limit(self, job: CreatedJob, trial: TrialDispatch) -> None:
-        """Let a run report the costs of its steps under each power limit."""
-        profile = TrialPowerProfile(
-            **trial_id(trial).model_dump(),
-            gpus=GpuConfig(max_power=job.max_power, number_of_gpus=job.number_of_gpus, gpu_model=job.gpu_model),
-            samples=tuple(samples()),
-            chosen_limit_w=400.0,
-        )
-        await self.service.transact(self.service.commands.store_power_profile, profile)
-
-
-def samples() -> list[PowerLimitSample]:
-    """Return the costs of steps under power limits from 200 to 700 W."""
-    return [
-        PowerLimitSample(
-            limit_w=limit, steps=40, time_s=40 * (0.09 + 18 / limit), energy_j=40 * (0.09 + 18 / limit) * limit * 0.9
-        )
-        for limit in range(200, 701, 100)
-    ]
-
 
 Fill = Callable[[Life], Awaitable[None]]
 
@@ -157,7 +137,7 @@ async def fifteen(life: Life) -> None:
     for _ in range(4):
         await life.run(job)
     life.now = datetime.now(UTC) - timedelta(minutes=12)
-    await life.find_power_limit(job, await life.run(job, epochs=5))
+    await life.run(job, epochs=5, power_limits=6)
 
 
 async def of_zeus(life: Life) -> None:

@@ -45,16 +45,6 @@ def export_over(http: httpx.Client, job_id: str) -> Lines:
     return decoded(http.get(f"/api/jobs/{job_id}/export").raise_for_status().text)
 
 
-def power_profiles_over(http: httpx.Client, job_id: str) -> Lines:
-    """Return the power-limit profiles of a job, each with the number and the size of its trial."""
-    _, *trials = export_over(http, job_id)
-    return [
-        {name: each[name] for name in ("trial_number", "batch_size")} | each["power_profile"]
-        for each in trials
-        if each["power_profile"]
-    ]
-
-
 def import_beside(http: httpx.Client, lines: Lines | bytes) -> JobSummary:
     """Import a job into the database of the client's server, while the server runs."""
     database_url = DATABASE_OF[str(http.base_url).rstrip("/")]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from tests.support.exports import decoded
 from tests.support.replay import ReplayMonitor
 from tests.support.servers import ServerProcess
 from zeus_plugins import JobSpec
@@ -90,14 +89,6 @@ class JobBench:
     def only_trial(self) -> TrialView:
         (trial,) = self.view().trials
         return trial
-
-    def power_profiles(self) -> list[tuple[int, int]]:
-        """Return trial and number of limits of each power profile on the server."""
-        with BsoClient(self.server.url) as client:
-            _, *trials = decoded(client._request("GET", f"/api/jobs/{self.job_id}/export").content)
-        return [
-            (each["trial_number"], len(each["power_profile"]["samples"])) for each in trials if each["power_profile"]
-        ]
 
     def power_limits(self) -> list[tuple[float | None, int | None]]:
         """Return chosen limit in watts and number of known limits by trial."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,15 +181,6 @@ def is_as_the_table(profile: PowerLimitProfile | None) -> bool:
     measured = {sample.limit_w: (sample.time_per_step_s, sample.energy_j / sample.time_s) for sample in profile.samples}
     expected = {limit: (point.time_per_step_s, point.average_power_w) for limit, point in TABLE.items()}
     return measured == {limit: pytest.approx(pair, abs=1e-9) for limit, pair in expected.items()}
-
-
-def found_out(
-    job: Mapping[str, Any], energy_j: float = 100.0, limits_w: Sequence[float] = (80.0, 100.0)
-) -> dict[str, Any]:
-    """Return the power limits of a training as sent to the server; the first limit is the choice."""
-    samples = [{"limit_w": w, "steps": 4, "time_s": 1.5, "energy_j": energy_j, "source": "nvml"} for w in limits_w]
-    gpus = {name: job[name] for name in ("max_power", "number_of_gpus", "gpu_model")}
-    return {"gpus": gpus, "samples": samples, "chosen_limit_w": limits_w[0]}
 
 
 def record_limit(pid: int | None = None, **fields: Any) -> None:

@@ -16,6 +16,7 @@ from zeus_plugins.training.session import TrialSession
 JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
 GPUS = GpuConfig(max_power=600.0, number_of_gpus=2, gpu_model="A40")
 TRIAL = {"job_id": "mnist-1", "batch_size": 64, "trial_number": 7}
+NO_LIMIT = {"power_limit_w": None, "power_limits": None}
 
 
 def monitor_of(*windows: tuple[float, float], source: str = "nvml") -> ReplayMonitor:

@@ -26,7 +26,7 @@ from tests.support.process_end import leave
 from tests.support.ranks import stories_of
 from tests.support.replay import ReplayMonitor
 from tests.support.servers import ServerProcess
-from tests.support.sessions import JOB, TRIAL, monitor_of
+from tests.support.sessions import JOB, NO_LIMIT, TRIAL, monitor_of
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
@@ -47,12 +47,13 @@ MEASURED = {
     "startup_s": None,
     "watched": None,
     "rank": 0,
+    **NO_LIMIT,
 }
-FAILED = TRIAL | {"outcome": "failed", "refused_size": False, "ended_early": True, "detail": None}
+FAILED = TRIAL | NO_LIMIT | {"outcome": "failed", "refused_size": False, "ended_early": True, "detail": None}
 
 
 def ended(outcome: str, detail: str) -> dict[str, Any]:
-    return TRIAL | {"outcome": outcome, "refused_size": False, "ended_early": False, "detail": detail}
+    return TRIAL | NO_LIMIT | {"outcome": outcome, "refused_size": False, "ended_early": False, "detail": detail}
 
 
 def optimizer_of(server: ContractDouble) -> BatchSizeOptimizer:

@@ -13,8 +13,9 @@ from tests.support.fake_trainer import FakeTrainer
 from tests.support.frameworks import Powered
 from tests.support.power_limit_bench import BEST_W, FOUND_W, TABLE, is_as_the_table, machine
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.power_limit import PowerLimitProfile
-from zeus_plugins.protocol import GpuConfig, PowerLimitChoice, PowerLimitSample, PowerProfile
+from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitSample
+from zeus_plugins.power_limit.profile import profile_path_of
+from zeus_plugins.protocol import GpuConfig, PowerLimitChoice
 from zeus_plugins.training.power_run import PowerLimitFindings
 from zeus_plugins.training.trial import TrialInfo
 
@@ -25,12 +26,12 @@ TRIAL = TrialInfo(job_id="a", batch_size=64, trial_number=1)
 class Keeper:
     """A batch-size callback as seen by a search."""
 
-    def __init__(self, power_profile: PowerProfile | None = None) -> None:
-        self.trial = TRIAL.model_copy(update={"power_profile": power_profile})
-        self.kept: list[PowerLimitChoice] = []
+    def __init__(self) -> None:
+        self.trial = TRIAL
+        self.kept: list[tuple[float | None, int | None, bool]] = []
 
-    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        self.kept.append(choice)
+    def keep_power_limits(self, choice: PowerLimitChoice, *, has_measured: bool) -> None:
+        self.kept.append((choice.power_limit_w, choice.power_limits, has_measured))
 
 
 class Training(Powered):
@@ -66,7 +67,7 @@ def make_training() -> Training:
     return Training()
 
 
-def known(*limits_w: float) -> PowerProfile:
+def known(*limits_w: float, gpu_model: str = "replayed GPU") -> PowerLimitProfile:
     samples = [
         PowerLimitSample(
             limit_w=limit_w,
@@ -77,7 +78,8 @@ def known(*limits_w: float) -> PowerProfile:
         )
         for limit_w in limits_w
     ]
-    return PowerProfile(gpus=GpuConfig(max_power=250.0, number_of_gpus=1, gpu_model="replayed GPU"), samples=samples)
+    gpus = GpuConfig(max_power=250.0, number_of_gpus=1, gpu_model=gpu_model)
+    return PowerLimitProfile(gpus=gpus, batch_size=TRIAL.batch_size, samples=samples)
 
 
 def test_best_limit_is_found_kept_and_restored(training: Training) -> None:
@@ -147,7 +149,7 @@ def test_resume_without_an_interruption_changes_nothing(training: Training) -> N
     [(14, (100.0, 150.0, 200.0, 250.0), BEST_W), (6, (200.0, 250.0), None)],
     ids=["finished", "unfinished"],
 )
-def test_search_is_kept_once_on_the_server_and_in_the_file(
+def test_search_is_kept_once_in_the_file_and_in_reports(
     tmp_path: Path, steps: int, limits_w: tuple[float, ...], chosen_w: float | None
 ) -> None:
     keeper = Keeper()
@@ -155,19 +157,44 @@ def test_search_is_kept_once_on_the_server_and_in_the_file(
     training.steps(steps)
     training.run.end_steps()
     training.run.keep_unfinished()
-    assert [(len(choice.samples), choice.chosen_limit_w) for choice in keeper.kept] == [(len(limits_w), chosen_w)]
+    assert keeper.kept == [(chosen_w, len(limits_w), True)]
     profile = PowerLimitProfile.load(tmp_path / "64.json")
     assert profile is not None
     assert profile.limits_w == limits_w
     assert bool(training.logged) is (chosen_w is not None)
 
 
-def test_limits_known_to_the_trial_are_not_measured_again() -> None:
-    keeper = Keeper(known(250.0, 200.0, 150.0))
+def test_limits_of_an_earlier_run_of_the_job_are_not_measured_again() -> None:
+    path = profile_path_of("a", 64)
+    known(250.0, 200.0, 150.0).save(path)
+    for steps, limits_w in ((5, [100.0] * 3 + [BEST_W] * 2), (3, [BEST_W] * 3)):
+        keeper = Keeper()
+        assert Training(keeper).steps(steps) == limits_w
+        assert keeper.kept == [(BEST_W, 4, 100.0 in limits_w)]
+    assert is_as_the_table(PowerLimitProfile.load(path))
+
+
+def test_limits_of_other_gpus_are_measured_again() -> None:
+    known(*TABLE, gpu_model="another GPU").save(profile_path_of("a", 64))
+    assert Training(Keeper()).steps(3) == [250.0] * 3
+
+
+def test_each_job_and_size_has_its_own_file(state_directory: Path) -> None:
+    pairs = [(job_id, size) for job_id in ("a", "A", "x" * 250, "x" * 251, "..") for size in (6, 64)]
+    paths = {profile_path_of(*pair) for pair in pairs}
+    assert len({str(path).lower() for path in paths}) == len(pairs)
+    for path in paths:
+        known(250.0).save(path)
+    assert set((state_directory / "power-profiles").iterdir()) == paths
+
+
+def test_without_a_measurement_nothing_is_kept(state_directory: Path) -> None:
+    keeper = Keeper()
     training = Training(keeper)
-    assert training.steps(5) == [100.0] * 3 + [BEST_W] * 2
-    assert training.found.profile is not None
-    assert training.found.profile.batch_size == 64
+    training.steps(1)
+    training.run.keep_unfinished()
+    assert keeper.kept == []
+    assert not (state_directory / "power-profiles").exists()
 
 
 def test_without_a_trial_the_given_size_counts(tmp_path: Path) -> None:

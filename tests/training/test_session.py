@@ -18,7 +18,16 @@ import torch
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.replay import ReplayMonitor
 from tests.support.servers import ServerProcess
-from tests.support.sessions import GPUS, JOB, TRIAL, monitor_of, running_session, session_of, through_a_checkpoint
+from tests.support.sessions import (
+    GPUS,
+    JOB,
+    NO_LIMIT,
+    TRIAL,
+    monitor_of,
+    running_session,
+    session_of,
+    through_a_checkpoint,
+)
 from zeus_plugins.client.delivery import deliver_waiting
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.local import LocalServer
@@ -38,7 +47,8 @@ from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.trial import TrialInfo
 
 UNNAMED_JOB = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
-MEASURED = {"energy_source": "nvml", "judged_by": None, "waited_share": 0.0, "startup_s": None, "watched": None}
+UNKNOWN = {"startup_s": None, "watched": None, **NO_LIMIT}
+MEASURED = {"energy_source": "nvml", "judged_by": None, "waited_share": 0.0, **UNKNOWN}
 
 
 # --- Asking ---------------------------------------------------------------------------------------------------------
@@ -207,6 +217,7 @@ def test_diverged_training_ends_the_trial_as_failed(metric: float) -> None:
     assert server.sent("POST", "/report") == []
     assert server.sent("PATCH", "/trials") == [
         TRIAL
+        | NO_LIMIT
         | {
             "outcome": "failed",
             "refused_size": False,
@@ -412,8 +423,8 @@ def test_resumed_trial_continues_the_totals_with_the_open_window() -> None:
     resumed.begin_measurement()
     resumed.report_evaluation(0.9)
     report = {"time": 5.5, "energy": 160.0, "metric": 0.9, "current_epoch": 2, "judged_by": None}
-    source = {"energy_source": "nvml + estimate: 65 W stated", "waited_share": 0.0, "startup_s": None, "watched": None}
-    assert server.requests == [("POST", "/report", TRIAL | report | source)]
+    source = {"energy_source": "nvml + estimate: 65 W stated", "waited_share": 0.0}
+    assert server.requests == [("POST", "/report", TRIAL | report | source | UNKNOWN)]
 
 
 def test_checkpoint_of_a_finished_trial_stays_finished() -> None:

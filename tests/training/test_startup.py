@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from tests.support.contract_double import KEEP_TRAINING, ContractDouble
-from tests.support.sessions import GPUS, JOB, monitor_of, running_session, session_of, through_a_checkpoint
+from tests.support.sessions import JOB, monitor_of, running_session, session_of, through_a_checkpoint
 from zeus_plugins.client.local import LocalServer
 from zeus_plugins.energy import EstimateMonitor
-from zeus_plugins.protocol import PowerLimitChoice, PowerLimitSample, PowerProfile
+from zeus_plugins.protocol import PowerLimitChoice
 from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.startup import FirstSteps
 from zeus_plugins.training.trial import TrialInfo
-
-PROFILE = PowerProfile(gpus=GPUS, samples=(PowerLimitSample(limit_w=100, steps=2, time_s=1.0, energy_j=50.0),))
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -128,15 +126,14 @@ def test_resumed_training_times_no_start_up(timed: Callable[[], None]) -> None:
     session.end()
 
 
-@pytest.mark.parametrize(("known", "startup_s"), [(None, None), (PROFILE, 29.0)])
+@pytest.mark.parametrize(("has_measured", "startup_s"), [(True, None), (False, 29.0)])
 def test_epoch_in_which_power_limits_were_tried_has_no_start_up(
-    timed: Callable[[], None], known: PowerProfile | None, startup_s: float | None
+    timed: Callable[[], None], has_measured: bool, startup_s: float | None
 ) -> None:
     server = ContractDouble(KEEP_TRAINING)
     session = running_session(server, (39.0, 10.0), (1.0, 1.0))
-    session._update(power_profile=known)
     timed()
-    session.keep_power_limits(PowerLimitChoice(gpus=GPUS, samples=PROFILE.samples))
+    session.keep_power_limits(PowerLimitChoice(power_limits=1), has_measured=has_measured)
     session.report_evaluation(0.5)
     assert server.sent("POST", "/report")[0]["startup_s"] == startup_s
     session.end()

@@ -16,12 +16,13 @@ from tests.support.fake_trainer import FakeTrainer, active, failing, on_each_ran
 from tests.support.replay import ReplayMonitor
 from zeus_plugins.energy import Measurement
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOTokenError, ZeusBSOTrainFailError
-from zeus_plugins.protocol import GpuConfig, JobSpec, PowerLimitChoice, PowerLimitSample
+from zeus_plugins.protocol import GpuConfig, JobSpec, PowerLimitChoice
 from zeus_plugins.training import port
 from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import JobWish
 from zeus_plugins.training.run import TrialRun
+from zeus_plugins.training.trial import TrialInfo
 
 JOB = JobSpec(
     job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32, max_epochs=3, beta_knob=None
@@ -596,16 +597,17 @@ def test_unusable_checkpoint_raises_on_all_ranks_and_leaves_the_trial(
 # Power limits
 
 
-def test_power_limits_are_stored_while_the_trial_is_open() -> None:
-    sample = PowerLimitSample(limit_w=100.0, steps=4, time_s=2.0, energy_j=150.0, source="replay")
-    choice = PowerLimitChoice(gpus=GPUS, samples=(sample,))
+def test_power_limit_is_kept_while_the_trial_is_open() -> None:
+    choice = PowerLimitChoice(power_limit_w=100.0, power_limits=4)
     run = begun(ContractDouble())
-    active(run).keep_power_limits(choice)
-    assert run.state()["trial"]["power_profile"] == {"gpus": GPUS.model_dump(), "samples": [sample.model_dump()]}
+    active(run).keep_power_limits(choice, has_measured=True)
+    # The checkpoint of an earlier version contains measurements, too.
+    state = run.state()["trial"] | {"power_profile": {"samples": []}}
+    assert TrialInfo.restored(state).power_limit_w == 100.0
     over = run_of(ContractDouble())
     over.resume(FakeTrainer(), lambda: OVER)
-    active(over).keep_power_limits(choice)
-    assert over.state()["trial"]["power_profile"] is None
+    active(over).keep_power_limits(choice, has_measured=True)
+    assert over.state()["trial"]["power_limit_w"] is None
 
 
 @pytest.fixture(name="_store")

@@ -35,14 +35,12 @@ from zeus_plugins.protocol import (
     JobView,
     OfflineTrial,
     Paths,
-    PowerLimitChoice,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
     TrialEnd,
     TrialId,
     TrialList,
-    TrialPowerProfile,
     faults_in_words,
 )
 
@@ -146,10 +144,6 @@ class BsoClient(ServerPort):
     def heartbeat(self, trial: TrialId, *, regular: bool = True, resumes: bool = False) -> HeartbeatResponse:
         beat = Heartbeat(**trial.model_dump(), regular=regular, resumes=resumes)
         return self._decode(self._request("PATCH", Paths.HEARTBEAT, body=beat), HeartbeatResponse)
-
-    def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
-        profile = TrialPowerProfile(**trial.model_dump(), **choice.model_dump())
-        self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=profile))
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials."""

@@ -51,13 +51,11 @@ from zeus_plugins.protocol import (
     JobSpecFromClient,
     JobView,
     OfflineTrial,
-    PowerLimitChoice,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
     TrialEnd,
     TrialId,
-    TrialPowerProfile,
     faults_in_words,
 )
 
@@ -162,10 +160,6 @@ class LocalServer(ServerPort):
     def heartbeat(self, trial: TrialId, *, regular: bool = True, resumes: bool = False) -> HeartbeatResponse:
         beat = Heartbeat(**trial.model_dump(), regular=regular, resumes=resumes)
         return self._write("heartbeat", lambda transaction: self._commands.heartbeat(transaction, beat))
-
-    def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
-        profile = TrialPowerProfile(**trial.model_dump(), **choice.model_dump())
-        self._write("power limits", lambda transaction: self._commands.store_power_profile(transaction, profile))
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials."""

@@ -21,7 +21,6 @@ from zeus_plugins.protocol import (
     JobSpecFromClient,
     JobView,
     OfflineTrial,
-    PowerLimitChoice,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
@@ -165,13 +164,6 @@ class ServerPort(Protocol):
             regular: Whether more heartbeats follow at the interval that the answer states.
             resumes: Whether to take the trial over from the run with `trial.lease_epoch`, unless the trial has ended.
                 The answer contains the new epoch. The server refuses a repetition of this request as stale.
-        """
-
-    def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
-        """Store the power limits of a trial in any state, for later trials of its size. A Zeus server cannot.
-
-        Raises:
-            ZeusBSOConfigError: The job has other GPUs (422).
         """
 
 

@@ -21,7 +21,6 @@ from zeus_plugins.protocol import (
     CreatedJob,
     Ending,
     Evaluation,
-    PowerLimitChoice,
     ReportResponse,
     StopRule,
     TrainingResult,
@@ -86,8 +85,6 @@ class TrialReporter:
         self._is_refused = False
         # The verdict that stops the trial, if a late delivery brought it.
         self._last_verdict: ReportResponse | None = None
-        # Power limits that the thread still has to send.
-        self._power_limits: PowerLimitChoice | None = None
         self._thread: threading.Thread | None = None
         self._thread_closes_box = False
 
@@ -147,17 +144,6 @@ class TrialReporter:
         with self._lock:
             self._is_refused = True
             self._box.refuse()
-
-    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Let the thread send the trial's power limits, so that no training step waits for the server.
-
-        They are lost if the server is away until the training has ended; later trainings then measure them again.
-        """
-        with self._lock:
-            if self._is_refused:
-                return
-            self._power_limits = choice
-        self._wake_thread()
 
     def end(self, ending: Ending | None = None) -> None:
         """Stop the thread and try once more to deliver waiting reports; `ending` is None if a verdict ended the trial.
@@ -296,7 +282,6 @@ class TrialReporter:
                 self._box.close()
                 if results:
                     _logger.info("the server at %s took the results that waited (%d)", client.server_url, results)
-        self._send_power_limits(client)
 
     def _take_late_verdict(self, verdict: ReportResponse) -> None:
         if verdict.stop_rule is not None:
@@ -304,25 +289,6 @@ class TrialReporter:
             self.rule = verdict.stop_rule.confirmed_as(self.rule)
         if verdict.stop_train:
             self._last_verdict = verdict
-
-    def _send_power_limits(self, client: ServerPort) -> None:
-        """Send the trial's power limits; only warn if the server refuses them, because no result depends on them."""
-        with self._lock:
-            choice, trial = self._power_limits, None if self._box.resumes else self._box.trial
-            if choice is None or trial is None or self._is_refused:
-                return
-        try:
-            client.store_power_profile(trial, choice)
-        except ZeusBSOError as error:
-            if not is_refusal(error):
-                raise
-            _logger.warning(
-                "the server does not keep the power limits of trial %d of job %s, and later trainings measure them "
-                "again: %s",
-                *(trial.trial_number, trial.job_id, error),
-            )
-        if self._power_limits is choice:  # no newer ones
-            self._power_limits = None
 
     def _beat(self, client: ServerPort) -> float | None:
         """Send a heartbeat if the server wants one; return the seconds until the next one is due, or None."""

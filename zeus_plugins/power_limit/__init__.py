@@ -32,10 +32,9 @@ from zeus_plugins.power_limit.devices import (
     PowerLimitUnavailableError,
     find_devices,
 )
-from zeus_plugins.power_limit.profile import PowerLimitProfile
+from zeus_plugins.power_limit.profile import PowerLimitProfile, PowerLimitSample
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.selectors import Energy, MaxSlowdown, OptimumSelector, Time, ZeusCost
-from zeus_plugins.protocol import PowerLimitSample
 
 __all__ = [
     "Energy",

@@ -2,30 +2,75 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 
-from zeus_plugins.protocol import BatchSize, PowerLimitSample, PowerProfile
+from zeus_plugins.files import state_directory
+from zeus_plugins.protocol import BatchSize, GpuConfig, Joules, PositiveInt, Seconds, Text, Watts, WireMessage
 from zeus_plugins.train_result import write_atomically
+
+# Leaves room for the rest of the file's name.
+_NAME_LENGTH = 80
 
 _logger = logging.getLogger("zeus_plugins")
 
 
-class PowerLimitProfile(PowerProfile):
-    """The power-limit profile of a training at one batch size on one kind of machine.
+class PowerLimitSample(WireMessage):
+    """One measurement window under one power limit.
+
+    Attributes:
+        limit_w: The power limit of each GPU, watts.
+        steps: Number of steps measured.
+        time_s: Their duration, seconds.
+        energy_j: Their energy over all GPUs, joules.
+        source: How the energy was measured, as in `zeus_plugins.energy.Measurement.source`.
+    """
+
+    limit_w: Watts
+    steps: PositiveInt
+    time_s: Seconds
+    energy_j: Joules
+    source: Text = ""
+
+    @property
+    def time_per_step_s(self) -> float:
+        """Seconds of one step."""
+        return self.time_s / self.steps
+
+    @property
+    def energy_per_step_j(self) -> float:
+        """Joules of one step, over all GPUs."""
+        return self.energy_j / self.steps
+
+
+def _ascending(samples: tuple[PowerLimitSample, ...]) -> tuple[PowerLimitSample, ...]:
+    """Order samples by their limit, and refuse two samples of the same limit."""
+    by_limit = {each.limit_w: each for each in samples}
+    if len(by_limit) < len(samples):
+        raise ValueError("two entries have the same limit_w")
+    return tuple(by_limit[limit_w] for limit_w in sorted(by_limit))
+
+
+class PowerLimitProfile(WireMessage):
+    """The cost of a training's steps under each power limit, at one batch size on one kind of machine.
 
     Until the profiling ends, samples of some limits are missing.
 
     Attributes:
+        gpus: The measured devices, with the sum of their maximum power, watts.
         batch_size: Global batch size, or None if unknown.
+        samples: One sample for each power limit. Kept ascending by limit.
     """
 
+    gpus: GpuConfig
     batch_size: BatchSize | None = None
+    samples: Annotated[tuple[PowerLimitSample, ...], AfterValidator(_ascending)] = ()
 
     @property
     def limits_w(self) -> tuple[float, ...]:
@@ -63,3 +108,9 @@ class PowerLimitProfile(PowerProfile):
             found = f"{error.error_count()} errors, the first: {error.errors()[0]['msg']}"
             _logger.warning("the power limits are measured again: %s holds no power-limit profile (%s)", path, found)
         return None
+
+
+def profile_path_of(job_id: str, batch_size: int) -> Path:
+    """Return the file in the state directory for the measurements of a job at this batch size."""
+    digest = hashlib.sha256(job_id.encode()).hexdigest()[:16]
+    return state_directory() / "power-profiles" / f"{job_id[:_NAME_LENGTH]}-{digest}-{batch_size}.json"

@@ -33,9 +33,8 @@ from zeus_plugins.power_limit.plan import (
     Warmup,
     Window,
 )
-from zeus_plugins.power_limit.profile import PowerLimitProfile
+from zeus_plugins.power_limit.profile import PowerLimitProfile, PowerLimitSample
 from zeus_plugins.power_limit.selectors import OptimumSelector
-from zeus_plugins.protocol import PowerLimitSample
 
 PASSING_FAILURES = 2
 """Number of failed measurements that are repeated; the next failure ends the profiling."""

@@ -28,15 +28,11 @@ from zeus_plugins.protocol._trials import Heartbeat as Heartbeat
 from zeus_plugins.protocol._trials import HeartbeatResponse as HeartbeatResponse
 from zeus_plugins.protocol._trials import OfflineTrial as OfflineTrial
 from zeus_plugins.protocol._trials import PowerLimitChoice as PowerLimitChoice
-from zeus_plugins.protocol._trials import PowerLimitSample as PowerLimitSample
-from zeus_plugins.protocol._trials import PowerLimitSamples as PowerLimitSamples
-from zeus_plugins.protocol._trials import PowerProfile as PowerProfile
 from zeus_plugins.protocol._trials import ReportResponse as ReportResponse
 from zeus_plugins.protocol._trials import StopRule as StopRule
 from zeus_plugins.protocol._trials import TrainingResult as TrainingResult
 from zeus_plugins.protocol._trials import TrialDispatch as TrialDispatch
 from zeus_plugins.protocol._trials import TrialEnd as TrialEnd
-from zeus_plugins.protocol._trials import TrialPowerProfile as TrialPowerProfile
 from zeus_plugins.protocol._trials import Verdict as Verdict
 from zeus_plugins.protocol._values import ALIVE as ALIVE
 from zeus_plugins.protocol._values import BUSY_SHARE as BUSY_SHARE
@@ -70,8 +66,10 @@ from zeus_plugins.protocol._values import RegistrationId as RegistrationId
 from zeus_plugins.protocol._values import Seconds as Seconds
 from zeus_plugins.protocol._values import Seed as Seed
 from zeus_plugins.protocol._values import Stage as Stage
+from zeus_plugins.protocol._values import Text as Text
 from zeus_plugins.protocol._values import TrialState as TrialState
 from zeus_plugins.protocol._values import Watched as Watched
+from zeus_plugins.protocol._values import Watts as Watts
 from zeus_plugins.protocol._values import WireMessage as WireMessage
 from zeus_plugins.protocol._values import busy_remark as busy_remark
 from zeus_plugins.protocol._values import certain_direction as certain_direction

@@ -1,25 +1,15 @@
-"""Messages about one trial and its power limits."""
+"""Messages about one trial."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    FailFast,
-    Field,
-    StringConstraints,
-    ValidationInfo,
-    field_serializer,
-    field_validator,
-    model_validator,
-)
+from pydantic import StringConstraints, field_serializer, model_validator
 
-from zeus_plugins.protocol._jobs import GpuConfig, JobParams, TrialId
+from zeus_plugins.protocol._jobs import JobParams, TrialId
 from zeus_plugins.protocol._values import (
     MAX_DETAIL_LENGTH,
-    MAX_POWER_LIMITS,
     BatchSize,
     EndReason,
     Epochs,
@@ -145,86 +135,6 @@ class Verdict:
         return self.state is TrialState.COMPLETED
 
 
-class PowerLimitSample(WireMessage):
-    """One measurement window under one power limit.
-
-    Attributes:
-        limit_w: The power limit of each GPU, watts.
-        steps: Number of steps measured.
-        time_s: Their duration, seconds.
-        energy_j: Their energy over all GPUs, joules.
-        source: How the energy was measured, as in `zeus_plugins.energy.Measurement.source`.
-    """
-
-    limit_w: Watts
-    steps: PositiveInt
-    time_s: Seconds
-    energy_j: Joules
-    source: Text = ""
-
-    @property
-    def time_per_step_s(self) -> float:
-        """Seconds of one step."""
-        return self.time_s / self.steps
-
-    @property
-    def energy_per_step_j(self) -> float:
-        """Joules of one step, over all GPUs."""
-        return self.energy_j / self.steps
-
-
-def _ascending(samples: tuple[PowerLimitSample, ...]) -> tuple[PowerLimitSample, ...]:
-    """Order samples by their limit, and refuse two samples of the same limit."""
-    by_limit = {each.limit_w: each for each in samples}
-    if len(by_limit) < len(samples):
-        raise ValueError("two entries have the same limit_w")
-    return tuple(by_limit[limit_w] for limit_w in sorted(by_limit))
-
-
-PowerLimitSamples = Annotated[
-    tuple[PowerLimitSample, ...],
-    FailFast(),
-    Field(max_length=MAX_POWER_LIMITS),
-    AfterValidator(_ascending),
-]
-
-
-class PowerProfile(WireMessage):
-    """The cost of a training's steps under each power limit, at one batch size.
-
-    Attributes:
-        gpus: The measured devices, with the sum of their maximum power, watts.
-        samples: One sample for each power limit. Kept ascending by limit.
-    """
-
-    gpus: GpuConfig
-    samples: PowerLimitSamples = ()
-
-
-class PowerLimitChoice(PowerProfile):
-    """A training's power profile, and its choice of a limit.
-
-    Attributes:
-        samples: Its own samples and the samples of earlier trials; at least one.
-        chosen_limit_w: The power limit that the training sets, watts of each GPU; None if it sets none.
-    """
-
-    samples: Annotated[PowerLimitSamples, Field(min_length=1)]
-    chosen_limit_w: Watts | None = None
-
-    @field_validator("chosen_limit_w")
-    @classmethod
-    def _was_measured(cls, chosen_w: float | None, others: ValidationInfo) -> float | None:
-        samples: tuple[PowerLimitSample, ...] | None = others.data.get("samples")
-        if chosen_w is not None and samples is not None and chosen_w not in {sample.limit_w for sample in samples}:
-            raise ValueError(f"{chosen_w:g} W is not the limit_w of any of the samples")
-        return chosen_w
-
-
-class TrialPowerProfile(PowerLimitChoice, TrialId):
-    """Body of ``PUT /trials/power_profile``: the power limits of a trial."""
-
-
 class TrialDispatch(TrialId):
     """Answer of ``GET /jobs/batch_size`` and of ``POST /trials``.
 
@@ -232,8 +142,6 @@ class TrialDispatch(TrialId):
         origin: Why the trial was dispatched; None, here and below, from a Zeus server.
         reason: The origin in words.
         stop_rule: When the trial will be stopped, as far as the server knows.
-        power_profile: The newest power profile of an earlier trial of the job at this batch size, or None. Always None
-            for ``POST /trials``, because that training has already begun.
         is_first: True if no run of the job has counted yet. If the first evaluation of such a run reaches the target,
             our client goes on to the second one, which shows whether the direction of the metric is right.
         scaling: The job's `scaling`, for which the trial counts.
@@ -242,7 +150,6 @@ class TrialDispatch(TrialId):
     origin: Origin | None = None
     reason: str | None = None
     stop_rule: StopRule | None = None
-    power_profile: PowerProfile | None = None
     is_first: bool = False
     scaling: Text | None = None
 
@@ -262,7 +169,20 @@ class OfflineTrial(WireMessage):
     continues: PositiveInt | None = None
 
 
-class Ending(WireMessage):
+class PowerLimitChoice(WireMessage):
+    """The power limit of a training, in its reports and its ending.
+
+    Attributes:
+        power_limit_w: The limit that it sets, watts of each GPU; None if it sets none. Goes with `power_limits`.
+        power_limits: Number of limits whose cost it knows; None, as from a Zeus client, keeps what an earlier message
+            said.
+    """
+
+    power_limit_w: Watts | None = None
+    power_limits: PositiveInt | None = None
+
+
+class Ending(PowerLimitChoice):
     """The end of a training before the server's verdict.
 
     Attributes:
@@ -329,7 +249,7 @@ class HeartbeatResponse(WireMessage):
     epochs: float | None = None
 
 
-class Evaluation(WireMessage):
+class Evaluation(PowerLimitChoice):
     """The totals of a trial at an evaluation.
 
     Attributes:

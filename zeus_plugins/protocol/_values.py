@@ -14,7 +14,6 @@ MAX_BATCH_SIZE = 2**31 - 1
 MAX_BATCH_SIZES = 1000
 MAX_ID_LENGTH = 255
 MAX_DETAIL_LENGTH = 1000
-MAX_POWER_LIMITS = 256
 MAX_WATCHED = 32
 MAX_MARGINS = 16
 MAX_TAGS = 16
@@ -46,7 +45,6 @@ class Paths:
     REPORT = "/report"
     TRIALS = "/trials"
     HEARTBEAT = "/trials/heartbeat"
-    POWER_PROFILE = "/trials/power_profile"
     # Read API
     API_JOBS = "/api/jobs"
     FLEET_REPORT = "/api/report"

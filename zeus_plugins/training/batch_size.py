@@ -161,7 +161,7 @@ class BatchSizeArguments:
         """The factor on learning rates for the trial's batch size, by `lr_scaling`; 1 before the size is known."""
         return self._run.lr_factor
 
-    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Store the results of a power-limit callback on the server; call it on rank 0."""
+    def keep_power_limits(self, choice: PowerLimitChoice, *, has_measured: bool) -> None:
+        """Report the choice of a power-limit callback, which may have measured limits; call it on rank 0."""
         if self._run.active is not None:
-            self._run.active.keep_power_limits(choice)
+            self._run.active.keep_power_limits(choice, has_measured=has_measured)

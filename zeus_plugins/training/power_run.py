@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,23 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Never
 
-from pydantic import ValidationError
-
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.placement import Ranks, placed
 from zeus_plugins.power_limit.devices import PowerLimitDevice, find_devices
-from zeus_plugins.power_limit.profile import PowerLimitProfile
+from zeus_plugins.power_limit.profile import PowerLimitProfile, profile_path_of
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.selectors import OptimumSelector, ZeusCost
-from zeus_plugins.protocol import PowerLimitChoice, PowerProfile
+from zeus_plugins.protocol import PowerLimitChoice
 from zeus_plugins.training.arguments import refuse_unknown
 from zeus_plugins.training.batch_size import BatchSizeArguments
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import node_monitor
 
 _METRIC = "zeus/power_limit_w"
-
-_logger = logging.getLogger("zeus_plugins")
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,8 @@ class _Search:
 
     profiler: PowerLimitProfiler
     is_zero: bool
+    path: Path | None
+    known: PowerLimitProfile | None
     keeper: BatchSizeArguments | None
     log: Callable[[dict[str, float]], None]
     on_done: Callable[[], None]
@@ -94,9 +91,9 @@ class PowerRun:
             synchronize: Waits for the work queued on the training's GPUs.
         """
         self.close()
-        known = None
-        if keeper is not None:
-            batch_size, known = keeper.trial.batch_size, keeper.trial.power_profile
+        batch_size = batch_size if keeper is None else keeper.trial.batch_size
+        path = self._path(keeper, batch_size)
+        known = PowerLimitProfile.load(path) if path is not None and ranks.rank == 0 else None
         place = placed(ranks)
         controls = place.is_first  # the first process of each machine sets limits and measures
 
@@ -106,12 +103,12 @@ class PowerRun:
         self.profiler = self._profiler_of(
             devices if controls else None,
             monitor=node_monitor(place, self._energy_monitor) if controls else None,
-            profile=self._known(batch_size, known) if ranks.rank == 0 else None,
+            profile=known,
             batch_size=batch_size,
             all_gather=ranks.all_gather if ranks.world_size > 1 else None,
             synchronize=synchronize if ranks.gpu_indices else None,
         )
-        self._search = _Search(self.profiler, ranks.rank == 0, keeper, log, on_done)
+        self._search = _Search(self.profiler, ranks.rank == 0, path, known, keeper, log, on_done)
 
     def begin_steps(self, steps_in_a_row: int | None = None) -> None:
         """Begin or continue to measure. `steps_in_a_row` is the number of uninterrupted steps to come, if known."""
@@ -175,32 +172,20 @@ class PowerRun:
             search.log({_METRIC: search.profiler.chosen_limit_w})
 
     def _keep(self, search: _Search) -> None:
-        """Keep the measurements in the file and on the server."""
+        """Keep the measurements in the file, and the choice in the trial's reports."""
         profile, chosen_w = search.profiler.profile, search.profiler.chosen_limit_w
-        if not search.is_zero or profile is None:
+        if not search.is_zero or profile is None or not profile.samples:
             return
-        path = self._path(profile.batch_size)
-        if path is not None:
-            profile.save(path)
-        if search.keeper is None or not profile.samples:
-            return
-        try:
-            choice = PowerLimitChoice(gpus=profile.gpus, samples=profile.samples, chosen_limit_w=chosen_w)
-        except ValidationError as error:
-            _logger.warning("the server cannot keep the power limits: %s", error.errors()[0]["msg"])
-        else:
-            search.keeper.keep_power_limits(choice)
+        has_measured = profile != search.known
+        if search.path is not None and has_measured:
+            profile.save(search.path)
+        if search.keeper is not None:
+            choice = PowerLimitChoice(power_limit_w=chosen_w, power_limits=len(profile.samples))
+            search.keeper.keep_power_limits(choice, has_measured=has_measured)
 
-    def _known(self, batch_size: int | None, known: PowerProfile | None) -> PowerLimitProfile | None:
-        """Return earlier measurements at this batch size from the server (`known`) or from the profile's file."""
-        if known is not None:
-            return PowerLimitProfile(gpus=known.gpus, batch_size=batch_size, samples=known.samples)
-        path = self._path(batch_size)
-        return None if path is None else PowerLimitProfile.load(path)
-
-    def _path(self, batch_size: int | None) -> Path | None:
+    def _path(self, keeper: BatchSizeArguments | None, batch_size: int | None) -> Path | None:
         if self._profile_path is None:
-            return None
+            return None if keeper is None else profile_path_of(keeper.trial.job_id, keeper.trial.batch_size)
         return Path(os.fspath(self._profile_path).replace("{batch_size}", str(batch_size or "unknown")))
 
 
@@ -235,7 +220,8 @@ class PowerLimitFindings:
             profile_s: Least duration of the measurement of a limit, in seconds.
             limits_w: Limits to measure, in watts of each GPU. None: from the present limit downwards in steps of 25 W.
             profile_path: File that keeps the measurements for later trainings on such GPUs at the same batch size,
-                which replaces ``{batch_size}``. Ignored if the server has measurements.
+                which replaces ``{batch_size}``. None: with a batch-size callback, a file of the job in
+                ``ZEUS_STATE_DIR``; otherwise none.
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
                 monitor of this machine.
             devices: Devices of this machine whose limits to set. None: the NVIDIA GPUs that train. The command of
@@ -269,7 +255,7 @@ class PowerLimitFindings:
 
     @property
     def profile(self) -> PowerLimitProfile | None:
-        """The limits that the latest training measured, with those known from the server or `profile_path`."""
+        """The limits that the latest training measured, with those known from the file."""
         return None if self._run.profiler is None else self._run.profiler.profile
 
 

@@ -671,10 +671,10 @@ class ActiveRun:
         if self._session is not None and self.is_reporting and values:
             self._session.watch(values)
 
-    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Let the server keep the results of a power-limit callback; called on rank 0."""
+    def keep_power_limits(self, choice: PowerLimitChoice, *, has_measured: bool) -> None:
+        """Send the choice of a power-limit callback with the next message; called on rank 0."""
         if self._session is not None:
-            self._session.keep_power_limits(choice)
+            self._session.keep_power_limits(choice, has_measured=has_measured)
 
     def count_open_window(self) -> None:
         """Close the open window into the totals and open the next one."""

@@ -41,7 +41,6 @@ from zeus_plugins.protocol import (
     JobSpecFromClient,
     JobView,
     PowerLimitChoice,
-    PowerProfile,
     ReportResponse,
     StopRule,
     TrialState,
@@ -370,7 +369,7 @@ class TrialSession:
             verdict = self._judged(reporter, metric, epoch, is_repeated=is_repeated)
         else:
             problem = f"the metric is {metric}: training diverged"
-            reporter.end(Ending(detail=problem))
+            self._end_trial(reporter, Ending(detail=problem))
             message = f"{problem} with batch size {self.trial.batch_size}"
             verdict = ReportResponse(stop_train=True, converged=False, message=message)
         self._update(verdict=verdict)
@@ -406,22 +405,18 @@ class TrialSession:
                 known.pop(name, None)
         self._update(watched=known)
 
-    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Keep the measured power limits for later trials at this batch size: in checkpoints, and on the server.
+    def keep_power_limits(self, choice: PowerLimitChoice, *, has_measured: bool) -> None:
+        """Send the choice of a power limit with the next report or the ending, and keep it in checkpoints.
 
-        The reporter sends them in the background, or once the server is back; not to a Zeus server, and not for a trial
-        that has ended or takes no reports. Never raises.
+        `has_measured` is True if this training has measured limits. Never raises.
         """
         if self._reporter is None or self._ended:
             return
-        profile = PowerProfile(gpus=choice.gpus, samples=choice.samples)
-        if self._first_steps is not None and profile != self.trial.power_profile:
+        if self._first_steps is not None and has_measured:
             # This epoch has tried limits, so that its first steps differ from later steps for another reason.
             self._first_steps.close()
             self._first_steps = None
-        self._update(power_profile=profile)
-        if self.trial.has_extended_server:
-            self._reporter.keep_power_limits(choice)
+        self._update(**dict(choice))
 
     def end(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
         """End the session, and end its trial on the server unless the server has already ended it.
@@ -454,7 +449,7 @@ class TrialSession:
             ending = None if self.finished else ending_of(error, early_end=early_end)
             if self._rank and ending is not None and ending.outcome is not TrialState.INFEASIBLE:
                 ending = None  # Rank 0 knows how the training ended, but not that another rank ran out of memory.
-            self._reporter.end(ending)
+            self._end_trial(self._reporter, ending)
             if ending is not None and ending.outcome is TrialState.FAILED:
                 self._look_at_job(self._reporter, closing)
 
@@ -628,6 +623,8 @@ class TrialSession:
             judged_by=rule if is_repeated and rule.confirmed else None,
             waited_share=trial.waited_share,
             startup_s=trial.startup_s,
+            power_limit_w=trial.power_limit_w,
+            power_limits=trial.power_limits,
             watched=trial.watched,
             rank=self._rank,
         )
@@ -650,6 +647,11 @@ class TrialSession:
             # The trial ended there. The training since has only shown the direction of the metric.
             self._update(epoch=held.current_epoch, metric=held.metric, time_s=held.time, energy_j=held.energy)
         return verdict
+
+    def _end_trial(self, reporter: TrialReporter, ending: Ending | None) -> None:
+        """End the trial, also with a power limit that no report has sent."""
+        choice = {name: getattr(self.trial, name) for name in PowerLimitChoice.model_fields}
+        reporter.end(None if ending is None else ending.model_copy(update=choice))
 
     def _look_at_job(self, reporter: TrialReporter, retries: Retries = NO_RETRIES) -> None:
         """Get the job after this trial, for the lines at the end of the training."""
@@ -685,7 +687,8 @@ class TrialSession:
             *(trial.name, trial.job_id, cause),
         )
         if self._reporter is not None:
-            self._reporter.end(Ending(detail=f"the energy could not be measured: {cause}"[:MAX_DETAIL_LENGTH]))
+            detail = f"the energy could not be measured: {cause}"[:MAX_DETAIL_LENGTH]
+            self._end_trial(self._reporter, Ending(detail=detail))
 
     def _begin_window(self) -> None:
         self._waiting.begin()

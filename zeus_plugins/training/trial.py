@@ -18,13 +18,12 @@ from zeus_plugins.protocol import (
     Identifier,
     NonNegativeFinite,
     PositiveInt,
-    PowerProfile,
+    PowerLimitChoice,
     RegistrationId,
     ReportResponse,
     StopRule,
     TrialId,
     Watched,
-    WireMessage,
     busy_remark,
     is_time_alone,
 )
@@ -32,7 +31,7 @@ from zeus_plugins.protocol import (
 _BY_SERVER = {"trial_number", "registration_id", "lease_epoch", "dispatch_id"}
 
 
-class TrialInfo(WireMessage):
+class TrialInfo(PowerLimitChoice):
     """A trial as its training knows it; the content of a checkpoint. `str` returns its outcome in one line.
 
     Attributes:
@@ -46,7 +45,6 @@ class TrialInfo(WireMessage):
         dispatch_id: As in `TrialId`.
         reason: The server's reason for the batch size, in words; None from a Zeus server.
         stop_rule: Rule by which the server stops the trial, as last received; None from a Zeus server.
-        power_profile: Measured power limits at this batch size, from this or earlier trials, or None.
         time_s: Seconds in all closed windows since the trial began, including earlier runs of a resumed trial.
         energy_j: Joules in the same windows.
         energy_source: Source of the energy measurement; None before the first window closes.
@@ -71,7 +69,6 @@ class TrialInfo(WireMessage):
     dispatch_id: str | None = None
     reason: str | None = None
     stop_rule: StopRule | None = None
-    power_profile: PowerProfile | None = None
     time_s: NonNegativeFinite = 0.0
     energy_j: NonNegativeFinite = 0.0
     energy_source: str | None = None

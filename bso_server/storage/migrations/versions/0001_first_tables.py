@@ -15,6 +15,23 @@ down_revision = None
 _MYSQL: dict[str, Any] = {"mysql_charset": "utf8mb4", "mysql_collate": "utf8mb4_bin", "mysql_engine": "InnoDB"}
 
 
+def create_power_profiles() -> None:
+    """Create the table that revision 0010 drops."""
+    op.create_table(
+        "power_profiles",
+        sa.Column("job_id", sa.String(255), primary_key=True),
+        sa.Column("trial_number", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("batch_size", sa.Integer, nullable=False),
+        sa.Column("samples", LongText, nullable=False),
+        sa.Column("stored_at", UtcDateTime, nullable=False),
+        sa.ForeignKeyConstraint(
+            ["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"
+        ),
+        **_MYSQL,
+    )
+    op.create_index("ix_power_profiles_job_id_batch_size", "power_profiles", ["job_id", "batch_size", "trial_number"])
+
+
 def upgrade() -> None:
     """Create the tables."""
     op.create_table(
@@ -101,19 +118,7 @@ def upgrade() -> None:
         ),
         **_MYSQL,
     )
-    op.create_table(
-        "power_profiles",
-        sa.Column("job_id", sa.String(255), primary_key=True),
-        sa.Column("trial_number", sa.Integer, primary_key=True, autoincrement=False),
-        sa.Column("batch_size", sa.Integer, nullable=False),
-        sa.Column("samples", LongText, nullable=False),
-        sa.Column("stored_at", UtcDateTime, nullable=False),
-        sa.ForeignKeyConstraint(
-            ["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"
-        ),
-        **_MYSQL,
-    )
-    op.create_index("ix_power_profiles_job_id_batch_size", "power_profiles", ["job_id", "batch_size", "trial_number"])
+    create_power_profiles()
     op.create_table(
         "decisions",
         sa.Column("job_id", sa.String(255), primary_key=True),
