@@ -31,7 +31,6 @@ from tests.support.lightning_bench import (
 )
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
-from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.protocol import TrialState
 from zeus_plugins.training.metrics import as_written
 
@@ -175,26 +174,6 @@ def test_every_change_is_restored(
     assert trainer.accumulate_grad_batches == 2
     assert "dataloader" not in vars(trainer.fit_loop._data_source)
     assert "run" not in vars(trainer.fit_loop.epoch_loop)
-
-
-class CountsSteps(ZeusBSOCallback):
-    """A user's subclass with a hook of each step."""
-
-    steps = 0
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        super().on_train_batch_end(*args)
-        self.steps += 1
-
-
-def test_lightning_calls_per_step_hooks_of_subclass_only(bench: Bench) -> None:
-    callback = CountsSteps(bench.job(higher_is_better_metric=True), "score", **bench.callback_options({}))
-    seen: list[Any] = []
-    look = AtTrainStart(lambda: seen.extend([callback.on_train_batch_start, callback.on_train_batch_end]))
-    quiet_trainer(callback, look).fit(Classifier(), train_loader())
-    assert seen == [None, callback.on_train_batch_end]
-    assert callback.steps == len(EPOCH_OF_48)
-    assert "on_train_batch_start" not in vars(callback)
 
 
 # The learning rate

@@ -42,10 +42,9 @@ class Training(Powered):
         ranks = FakeTrainer()
         ranks.rank = rank
         self.logged: list[dict[str, float]] = []
-        self.done: list[str] = []
         self.found = PowerLimitFindings(**self.options(**options))
         self.run = self.found._run
-        self.run.begin(ranks, SIZE, keeper=keeper, log=self.logged.append, on_done=lambda: self.done.append("done"))
+        self.run.begin(ranks, SIZE, keeper=keeper, log=self.logged.append)
         if steps is not None:
             self.run.begin_steps(steps)
 
@@ -88,7 +87,6 @@ def test_best_limit_is_found_kept_and_restored(training: Training) -> None:
     assert training.found.chosen_limit_w == BEST_W
     assert is_as_the_table(training.found.profile)
     assert training.logged == [{"zeus/power_limit_w": BEST_W}]
-    assert training.done == ["done"]
     training.run.end_steps()
     assert training.device.limit_w() == BEST_W
     training.run.close()
@@ -211,7 +209,6 @@ def test_further_ranks_store_and_log_nothing(tmp_path: Path) -> None:
     training.steps(6)
     training.run.keep_unfinished()
     training.steps(8)
-    assert training.done == ["done"]
     assert (keeper.kept, training.logged, list(tmp_path.iterdir())) == ([], [], [])
 
 
@@ -223,7 +220,7 @@ def test_trainer_is_released_after_the_end() -> None:
     ranks.world_size = 2  # the run gathers through the trainer
     found = PowerLimitFindings(energy_monitor=machine().monitor, devices=[])
     run = found._run
-    run.begin(ranks, SIZE, log=ranks.log, on_done=ranks.stop)
+    run.begin(ranks, SIZE, log=ranks.log)
     trainer = weakref.ref(ranks)
     del ranks
     gc.collect()
@@ -243,7 +240,7 @@ def test_calls_after_the_end_have_no_effect(training: Training) -> None:
     training.run.disturb()
     training.run.keep_unfinished()
     assert training.steps(5) == [FOUND_W] * 5
-    assert (training.done, training.logged) == ([], [])
+    assert training.logged == []
 
 
 @pytest.mark.parametrize(

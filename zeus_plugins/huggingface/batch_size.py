@@ -85,15 +85,9 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             run.check()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count the first batches and optimizer steps, and then hide both hooks from the trainer."""
-        run = self._run_of(state, control)
-        if run is None:
-            return
-        run.steps.batch_trained()
-        if not run.steps.is_counting:
-            for hook in ("on_step_end", "on_substep_end"):
-                if getattr(type(self), hook) is getattr(ZeusBSOTrainerCallback, hook):
-                    self._run.patches.set_attribute(self, hook, getattr(super(), hook))
+        """Count the first batches and optimizer steps."""
+        if (run := self._run_of(state, control)) is not None:
+            run.steps.batch_trained()
 
     on_substep_end = on_step_end
 

@@ -20,10 +20,10 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
     Pass the callback in the trainer's `callbacks`, or call `attach` for an existing trainer. It acts only in `train`.
 
     The callback measures each limit over some steps of the training. An evaluation, a checkpoint or the end of an epoch
-    interrupts a measurement, which then begins again. Once the limit is chosen, steps have no overhead, and the
-    trainer's logs get ``zeus/power_limit_w``. Without a GPU or the permission to set limits, the callback warns and
-    measures the present limit. With a `ZeusBSOTrainerCallback`, in any order, the server stores the measurements, and
-    this callback skips limits that an earlier trial of the job measured at this batch size.
+    interrupts a measurement, which then begins again. Once the limit is chosen, the trainer's logs get
+    ``zeus/power_limit_w``. Without a GPU or the permission to set limits, the callback warns and measures the present
+    limit. With a `ZeusBSOTrainerCallback`, in any order, a file keeps the measurements, and this callback skips limits
+    that an earlier trial of the job measured on this machine at this batch size.
     """
 
     _OWNER = "zeus_power_limit_owner"
@@ -37,7 +37,6 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
             trainer.get_total_train_batch_size(args),
             keeper=batch_size_callback(trainer.callback_handler.callbacks),
             log=functools.partial(log, trainer),
-            on_done=self._hide_steps,
             synchronize=cuda.synchronize,
         )
 
@@ -45,7 +44,6 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
         self._run.begin_steps(_steps_in_a_row(args, state, kw.get("train_dataloader")))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count the step. The callback hides this hook from the trainer when the search is over."""
         self._run.end_step()
 
     # The trainer has written the checkpoint during a measurement.
@@ -66,10 +64,6 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
         finally:
             patches.undo()
             self._run.close()
-
-    def _hide_steps(self) -> None:
-        if type(self).on_step_end is ZeusPowerLimitTrainerCallback.on_step_end:  # keep a subclass's hook
-            self._run.patches.set_attribute(self, "on_step_end", super().on_step_end)
 
 
 def _steps_in_a_row(args: TrainingArguments, state: TrainerState, loader: Any) -> int | None:

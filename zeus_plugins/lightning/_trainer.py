@@ -63,18 +63,6 @@ HookT = TypeVar("HookT", bound=Callable[..., Any])
 
 _logger = logging.getLogger("zeus_plugins")
 
-# Hooks that Lightning calls in each step, unless the attribute is not a function. To call all of them costs more than
-# 10 µs a step, even if they do nothing.
-STEP_HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
-
-
 _FOLLOW = (
     "make the loader in train_dataloader() with the data module's batch_size, or have its sampler read batch_size in "
     "each __iter__"
@@ -582,13 +570,6 @@ def of_an_instance(hook: HookT) -> HookT:
         return hook(*args, **kwargs)
 
     return cast("HookT", called)
-
-
-def hide_step_hooks(callback: Callback, patches: Patches) -> None:
-    """Keep the trainer from calling the hooks of each step, except those that a user's subclass defines."""
-    for hook in STEP_HOOKS:
-        if getattr(type(callback), hook) is getattr(Callback, hook):
-            patches.set_attribute(callback, hook, None)
 
 
 def delivered_batch_sizes(trainer: Trainer) -> list[float | None]:

@@ -16,7 +16,6 @@ from zeus_plugins.lightning._trainer import (
     early_end,
     epochs_trained,
     finders,
-    hide_step_hooks,
     is_rehearsal,
     logged_means,
     logs_now,
@@ -128,12 +127,8 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Count the first batches and optimizer steps."""
-        if self._run.active is None:
-            return
-        steps = self._run.active.steps
-        steps.batch_trained()
-        if not steps.is_counting and type(self).on_train_batch_end is ZeusBSOCallback.on_train_batch_end:
-            self._run.patches.set_attribute(self, "on_train_batch_end", None)  # the counts are complete
+        if self._run.active is not None:
+            self._run.active.steps.batch_trained()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the validation, and stop the trainer when the server says so."""
@@ -222,7 +217,6 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             # Check after the hooks of all callbacks and modules, which may change the accumulation when an epoch
             # starts. The next hook, `on_train_batch_start`, would cost time in every step.
             self._run.patches.extend(trainer.fit_loop.epoch_loop, "run", first=self._run.active.check)
-            hide_step_hooks(self, self._run.patches)
 
     def _scale_rates(self, trainer: Trainer) -> None:
         if self._run.active is not None:

@@ -13,7 +13,6 @@ from zeus_plugins.lightning._trainer import (
     LightningPort,
     Trainer,
     delivered_batch_sizes,
-    hide_step_hooks,
     is_last_batch,
     is_rehearsal,
 )
@@ -24,10 +23,10 @@ class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
     """Finds the GPUs' best power limit in the first epochs, keeps it until `fit` ends, and then restores the old limit.
 
     The callback measures each limit over some batches of the training. A validation, a checkpoint or the end of an
-    epoch interrupts a measurement, which then begins again. Once the limit is chosen, batches have no overhead, and
-    the trainer's loggers get ``zeus/power_limit_w``. Without a GPU or the permission to set limits, the callback warns
-    and measures the present limit. With a `ZeusBSOCallback`, in any order, the server stores the measurements, and this
-    callback skips limits that an earlier trial of the job measured at this batch size.
+    epoch interrupts a measurement, which then begins again. Once the limit is chosen, the trainer's loggers get
+    ``zeus/power_limit_w``. Without a GPU or the permission to set limits, the callback warns and measures the present
+    limit. With a `ZeusBSOCallback`, in any order, a file keeps the measurements, and this callback skips limits that an
+    earlier trial of the job measured on this machine at this batch size.
     """
 
     state_key = "zeus_power_limit"
@@ -42,16 +41,13 @@ class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
             _delivered_batch_size(trainer),
             keeper=batch_size_callback(getattr(trainer, "callbacks", ())),
             log=port.log,
-            on_done=self._hide_batch_end,
             synchronize=cuda.synchronize,
         )
-        hide_step_hooks(self, self._run.patches)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.begin_steps(_batches_in_a_row(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Count the batch. The callback hides this hook from the trainer when the search is over."""
         self._run.end_step()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -76,10 +72,6 @@ class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
     # Lightning calls no other hook after an exception.
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._run.close()
-
-    def _hide_batch_end(self) -> None:
-        if type(self).on_train_batch_end is ZeusPowerLimitCallback.on_train_batch_end:  # keep a subclass's hook
-            self._run.patches.set_attribute(self, "on_train_batch_end", None)
 
 
 def _delivered_batch_size(trainer: Trainer) -> int | None:

@@ -427,7 +427,7 @@ class StepCount:
     def batch_trained(self) -> None:
         """Note that a batch was trained; call it after the optimizer step of the batch, if it has one."""
         self._batches += 1
-        if any(self._accumulation in gaps for gaps in self._gaps.values()):
+        if self.is_counting and any(self._accumulation in gaps for gaps in self._gaps.values()):
             self.close()
 
     def check(self) -> None:

@@ -34,7 +34,6 @@ class _Search:
     known: PowerLimitProfile | None
     keeper: BatchSizeArguments | None
     log: Callable[[dict[str, float]], None]
-    on_done: Callable[[], None]
 
 
 class PowerRun:
@@ -77,7 +76,6 @@ class PowerRun:
         *,
         keeper: BatchSizeArguments | None = None,
         log: Callable[[dict[str, float]], None],
-        on_done: Callable[[], None],
         synchronize: Callable[[], None] | None = None,
     ) -> None:
         """Prepare for a training, after closing an earlier one; no limit is changed yet.
@@ -87,7 +85,6 @@ class PowerRun:
             batch_size: Global batch size of a training without `keeper`, or None if unknown.
             keeper: The training's batch-size callback, if any.
             log: Logs metrics; called on the first of all processes.
-            on_done: Called once all limits are measured, so that later steps cost nothing.
             synchronize: Waits for the work queued on the training's GPUs.
         """
         self.close()
@@ -108,7 +105,7 @@ class PowerRun:
             all_gather=ranks.all_gather if ranks.world_size > 1 else None,
             synchronize=synchronize if ranks.gpu_indices else None,
         )
-        self._search = _Search(self.profiler, ranks.rank == 0, path, known, keeper, log, on_done)
+        self._search = _Search(self.profiler, ranks.rank == 0, path, known, keeper, log)
 
     def begin_steps(self, steps_in_a_row: int | None = None) -> None:
         """Begin or continue to measure. `steps_in_a_row` is the number of uninterrupted steps to come, if known."""
@@ -166,7 +163,6 @@ class PowerRun:
         if not search.profiler.is_done:
             return
         self._search, self._is_training = None, False
-        search.on_done()
         self._keep(search)
         if search.is_zero and search.profiler.chosen_limit_w is not None:
             search.log({_METRIC: search.profiler.chosen_limit_w})

@@ -11,7 +11,7 @@ The order of calls, on every rank::
     run.active.scale_learning_rate()        when optimizers and schedulers exist, before a checkpoint restores them
     run.active.start()                      right before the first step
     run.active.check()                      before the first step of each epoch, when its loader exists
-    run.active.steps.batch_trained()        after each batch, while run.active.steps.is_counting
+    run.active.steps.batch_trained()        after each batch
     run.active.watch(values)                        when further metrics are known
     run.active.report_evaluation(metric, epochs)    after each evaluation
     run.active.report_last_epoch(epochs)    after the last epoch
