@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from zeus_plugins.demo.runner import _MAX_TRIES
 from zeus_plugins.protocol import SavingsView
 
 
-@pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="nothing forks here")
 @pytest.mark.parametrize("has_server", [True, False])
 @pytest.mark.slow
 def test_each_training_is_a_fresh_process_with_and_without_a_fork_server(*, has_server: bool, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.replay import ReplayMonitor
 from zeus_plugins.cli import main
 from zeus_plugins.energy import EpochMeter, Measurement
-from zeus_plugins.energy.rates import Rates
+from zeus_plugins.energy.meter import Rates
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
@@ -24,24 +24,28 @@ TABLE = (
 )
 
 
-def test_money_and_co2_follow_the_stated_rates() -> None:
-    rates = Rates({"ZEUS_PRICE_PER_KWH": "0.30", "ZEUS_CO2_G_PER_KWH": "380"})
-    assert rates.of(2 * KWH) == {"money": pytest.approx(0.6), "co2_g": pytest.approx(760.0)}
-    assert Rates({}).of(2 * KWH) == {}
+def test_money_and_co2_follow_the_stated_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Rates().of(2 * KWH) == {}
+    monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "0.30")
+    monkeypatch.setenv("ZEUS_CO2_G_PER_KWH", "380")
+    assert Rates().of(2 * KWH) == {"money": pytest.approx(0.6), "co2_g": pytest.approx(760.0)}
 
 
 @pytest.mark.parametrize(
-    ("environ", "problem"),
+    ("name", "value", "problem"),
     [
-        ({"ZEUS_PRICE_PER_KWH": "cheap"}, "ZEUS_PRICE_PER_KWH is 'cheap'"),
-        ({"ZEUS_PRICE_PER_KWH": "prices.csv"}, f"ZEUS_PRICE_PER_KWH {TABLE}"),
-        ({"ZEUS_CO2_G_PER_KWH": "CO2.CSV"}, f"ZEUS_CO2_G_PER_KWH {TABLE}"),
-        ({"ZEUS_PUE": "1.2"}, "ZEUS_PUE is no longer read: unset it; multiply ZEUS_PRICE_PER_KWH and"),
+        ("ZEUS_PRICE_PER_KWH", "cheap", "ZEUS_PRICE_PER_KWH is 'cheap'"),
+        ("ZEUS_PRICE_PER_KWH", "prices.csv", f"ZEUS_PRICE_PER_KWH {TABLE}"),
+        ("ZEUS_CO2_G_PER_KWH", "CO2.CSV", f"ZEUS_CO2_G_PER_KWH {TABLE}"),
+        ("ZEUS_PUE", "1.2", "ZEUS_PUE is no longer read: unset it; multiply ZEUS_PRICE_PER_KWH and"),
     ],
 )
-def test_unusable_rate_is_an_error_at_start(environ: dict[str, str], problem: str) -> None:
+def test_unusable_rate_is_an_error_at_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str
+) -> None:
+    monkeypatch.setenv(name, value)
     with pytest.raises(ZeusBSOConfigError, match=problem):
-        Rates(environ)
+        Rates()
 
 
 def test_amounts_of_a_checkpoint_are_continued_at_the_present_rate(monkeypatch: pytest.MonkeyPatch) -> None:

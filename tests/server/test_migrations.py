@@ -230,38 +230,23 @@ def test_migration_drops_unused_rows_and_no_job_or_trial(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", DATABASES)
-def test_start_ups_are_unknown_before_their_migration(kind: str, tmp_path: Path) -> None:
+def test_verdicts_are_computed_after_an_upgrade_and_start_ups_are_unknown(kind: str, tmp_path: Path) -> None:
     async def migrate(store: Store) -> None:
         service = JobService(store, job_id="job", job_id_prefix="job", policy=GP_VOI)
         await store.migrate()
         await service.service.register(service.job)
         await service.reach(await service.suggest(), startup_s=0.5)
         assert [each.startup_s for each in (await service.show()).trials] == [0.5]
-        kept = await facts(store)
-        await changed(store, moved_to("0007", command.downgrade))
-        assert await facts(store) == kept
-        await store.migrate()
-        assert [each.startup_s for each in (await service.show()).trials] == [None]
-        await decide_and_verify([service])
-
-    with_empty_store(kind, tmp_path, migrate)
-
-
-@pytest.mark.parametrize("kind", DATABASES)
-def test_verdicts_are_computed_after_an_upgrade_and_dropped_by_a_downgrade(kind: str, tmp_path: Path) -> None:
-    async def migrate(store: Store) -> None:
-        service = JobService(store, policy=GP_VOI)
-        await changed(store, moved_to("0008"))
-        await service.service.register(service.job)
-        await service.reach(await service.suggest())
         before = await facts(store)
         for _ in range(2):
+            await changed(store, moved_to("0007", command.downgrade))
+            assert await facts(store) == before
             await store.migrate()
+            assert [each.startup_s for each in (await service.show()).trials] == [None]
             assert await update_all(store) == 0
             kept = await store.read(lambda transaction: transaction.verdict(known_job(transaction, service.job_id)))
             assert kept is not None
             assert kept[1].savings == (await service.show()).savings
-            await changed(store, moved_to("0008", command.downgrade))
-            assert await facts(store) == before
+        await decide_and_verify([service])
 
     with_empty_store(kind, tmp_path, migrate)

@@ -285,5 +285,4 @@ def _database_url(path: Path) -> str:
 _files = _Files()
 # Close the files after the exit functions of trainings; closing removes SQLite's log beside each file.
 weakref.finalize(_files, _files.close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_files.before_fork, after_in_parent=_files.after_fork, after_in_child=_files.after_fork)
+os.register_at_fork(before=_files.before_fork, after_in_parent=_files.after_fork, after_in_child=_files.after_fork)

@@ -24,8 +24,6 @@ class Launcher:
     def __init__(self, module: str) -> None:
         self._module = module
         self._context: BaseContext = multiprocessing.get_context("spawn")
-        if "forkserver" not in multiprocessing.get_all_start_methods():
-            return
         context = multiprocessing.get_context("forkserver")
         # Importing the client of the server takes as long as an epoch, and happens only in a training.
         context.set_forkserver_preload([module, "httpx"])

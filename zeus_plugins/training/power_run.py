@@ -18,7 +18,6 @@ from zeus_plugins.power_limit.selectors import OptimumSelector, ZeusCost
 from zeus_plugins.protocol import PowerLimitChoice
 from zeus_plugins.training.arguments import refuse_unknown
 from zeus_plugins.training.batch_size import BatchSizeArguments
-from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import node_monitor
 
 _METRIC = "zeus/power_limit_w"
@@ -41,7 +40,7 @@ class PowerRun:
 
     Before `begin`, after `close`, and once all limits are measured, the other methods do nothing. A measurement covers
     only uninterrupted steps, and starts again after an interruption: call `interrupt` and `resume` around the
-    framework's work between two steps. `close` also undoes the changes in `patches`.
+    framework's work between two steps.
 
     Args:
         profiler: Makes a `PowerLimitProfiler` of the arguments that depend on the training.
@@ -56,7 +55,6 @@ class PowerRun:
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         devices: Sequence[PowerLimitDevice] | None = None,
     ) -> None:
-        self.patches = Patches()
         self._profiler_of = profiler
         self._profile_path = profile_path
         self._energy_monitor = energy_monitor
@@ -153,7 +151,6 @@ class PowerRun:
 
     def close(self) -> None:
         """Restore the limits. Safe to call twice, and on every exit path."""
-        self.patches.undo()
         self._search = None
         self._is_training = self._is_interrupted = False
         if self.profiler is not None:

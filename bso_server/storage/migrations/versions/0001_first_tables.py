@@ -16,7 +16,7 @@ _MYSQL: dict[str, Any] = {"mysql_charset": "utf8mb4", "mysql_collate": "utf8mb4_
 
 
 def create_power_profiles() -> None:
-    """Create the table that revision 0010 drops."""
+    """Create the table that revision 0008 drops."""
     op.create_table(
         "power_profiles",
         sa.Column("job_id", sa.String(255), primary_key=True),
