@@ -73,9 +73,8 @@ coverage: $(STAMP)
 	@$(BIN)/pip install --quiet --constraint constraints-dev.txt --editable '.[maintenance]'
 	@$(PYTEST) -m "not slow" --hypothesis-profile fast --cov --cov-report term:skip-covered
 
-# The size of both packages. This limit is never raised: a feature that needs room takes it from another. It falls with each
-# clean-up, to 37,500.
-MOST_LINES := 38015
+# The size of both packages. This limit is never raised: a feature that needs room takes it from another.
+MOST_LINES := 37500
 
 lint: $(STAMP)
 	@lines=$$(find zeus_plugins bso_server -name '*.py' -exec cat {} + | wc -l); [ $$lines -le $(MOST_LINES) ] \

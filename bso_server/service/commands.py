@@ -31,8 +31,19 @@ from bso_server.core.occurrences import TrialEnded
 from bso_server.core.policy import installed
 from bso_server.errors import InvalidReportError, UnknownJobError, UnknownTrialError
 from bso_server.service import reading
-from bso_server.service.decisions import TRIES, Basis, Decided, Turns, basis_of, decide, turn
-from bso_server.service.dispatches import dispatch_of, save_start, started_with, with_job
+from bso_server.service.decisions import (
+    TRIES,
+    Basis,
+    Decided,
+    Turns,
+    basis_of,
+    decide,
+    dispatch_of,
+    save_start,
+    started_with,
+    turn,
+    with_job,
+)
 from bso_server.service.loading import known_job, known_trial, locked_job, locked_trial, open_trials, recomputed
 from bso_server.service.refusals import (
     log_replaced,

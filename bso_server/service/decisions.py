@@ -1,7 +1,8 @@
-"""The decision on a job's next trial, in two steps: read its basis, then decide without the database.
+"""A job's next trial: the decision in two steps, and the answer to the request.
 
-So no lock is held, and no event loop waits, while a policy works. `Commands.begin_decided` saves the decision, unless
-the job's row has changed since it was read. In each process, the requests on one job take turns.
+The first step reads the basis of the decision, the second decides without the database, so that no lock is held and no
+event loop waits while a policy works. `Commands.begin_decided` saves the decision, unless the job's row has changed
+since it was read. In each process, the requests on one job take turns.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from bso_server.core.model import Suggestion
-from bso_server.errors import DatabaseUnavailableError
+from bso_server.core import policy
+from bso_server.core.access import Caller
+from bso_server.core.model import Suggestion, TrialRecord
+from bso_server.core.occurrences import TrialStarted
+from bso_server.errors import DatabaseUnavailableError, KeyConflictError
 from bso_server.service.loading import LoadedJob, OpenTrials, Unsaved, load
+from bso_server.service.refusals import require_trial
+from bso_server.service.revisions import terms_of
 from bso_server.service.savings import Learned, evidence_for, suggestion_for
 from bso_server.storage.deadlines import waiting
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
+from zeus_plugins.protocol import FINAL, TrialDispatch
 
 TRIES = 3
 """Number of decisions without the lock that may be outdated; the next decision is made under the lock."""
@@ -78,6 +85,59 @@ def generator_of(job: StoredJob) -> np.random.Generator:
     if job.rng_state is not None:
         rng.bit_generator.state = json.loads(job.rng_state)
     return rng
+
+
+def dispatch_of(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
+    """Return the answer to the request that has started a trial; `job` is by `terms_of`."""
+    return TrialDispatch(
+        job_id=trial.job_id,
+        batch_size=trial.batch_size,
+        trial_number=trial.trial_number,
+        registration_id=job.registration.registration_id,
+        # Always the first lease: the caller is the run to which the trial was dispatched.
+        lease_epoch=1,
+        dispatch_id=trial.idempotency_key,
+        origin=trial.origin,
+        reason=trial.reason,
+        stop_rule=policy.stop_rule(job.registration, trial, job.min_cost_j),
+        scaling=job.registration.scaling,
+    )
+
+
+def started_with(
+    transaction: Transaction, job: StoredJob, idempotency_key: str | None, caller: Caller
+) -> TrialDispatch | None:
+    """Return the trial of a locked job that the request with this key started, or None.
+
+    Raises:
+        KeyConflictError: The trial has ended.
+    """
+    started = None if idempotency_key is None else transaction.trial_with_key(job.job_id, idempotency_key)
+    if started is None:
+        return None
+    require_trial(transaction, job, started, caller)
+    if started.state in FINAL:
+        raise KeyConflictError(
+            f"the request with this Idempotency-Key started trial {started.trial_number}, which has ended "
+            f"({started.state}): make a new key for a new trial",
+            field="Idempotency-Key",
+        )
+    return with_job(transaction, job, dispatch_of(terms_of(transaction, job, started), started))
+
+
+def save_start(transaction: Transaction, job: StoredJob, trial: TrialRecord) -> TrialDispatch:
+    """Save a new trial and its locked job; return the answer."""
+    transaction.insert_trials([trial])
+    transaction.update_jobs([job])
+    transaction.tell(TrialStarted(job.registration.policy, trial.origin))
+    transaction.log("job %s trial %d: batch size %d, %s", *trial.key, trial.batch_size, trial.reason)
+    return dispatch_of(job, trial)
+
+
+def with_job(transaction: Transaction, job: StoredJob, dispatch: TrialDispatch) -> TrialDispatch:
+    """Return `dispatch`, which also says whether no run of its job counts."""
+    is_first = job.cheapest is None and not any(arm.measured for arm in transaction.arms(job.job_id).values())
+    return dispatch.model_copy(update={"is_first": is_first})
 
 
 @asynccontextmanager
