@@ -16,10 +16,10 @@ from litestar.openapi.spec import Components, SecurityScheme
 from bso_server.api import HANDLERS
 from bso_server.api.admin import metrics_route
 from bso_server.api.auth import AccessControl, RefusalLog
-from bso_server.api.bodies import MAX_BODY_BYTES, BodyRequest
 from bso_server.api.dashboard import PAGES, JobPages, home
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.openapi import OpenApiDocument
+from bso_server.api.requests import MAX_BODY_BYTES, BodyRequest
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.metrics.requests import RequestWatch
 from bso_server.service.commands import BatchSizeService, Commands

@@ -12,7 +12,7 @@ from litestar.openapi.spec import SecurityRequirement
 
 from bso_server.api.auth import needs, readable
 from bso_server.api.errors import errors
-from bso_server.api.parameters import JobInPath, Reader, Service, TrialNumber
+from bso_server.api.requests import JobInPath, Reader, Service, TrialNumber
 from bso_server.core.access import Scope
 from bso_server.service.reading import version_view
 from bso_server.service.views import Liveness, VersionView

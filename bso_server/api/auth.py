@@ -16,7 +16,7 @@ from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, HTTPScope, Receive, Send
 from litestar.types import Scope as AsgiScope
 
-from bso_server.api.bodies import in_time
+from bso_server.api.requests import in_time
 from bso_server.core.access import Caller, Scope, SingleSignOn
 from bso_server.core.occurrences import CallerRefused, Listener, Refusal, nobody
 from bso_server.errors import STATUS_OF, BsoError, ForbiddenError, UnauthenticatedError, UntrustedHostError

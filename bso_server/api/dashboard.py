@@ -19,7 +19,7 @@ from litestar.params import PathParameter, QueryParameter
 
 from bso_server.api import errors
 from bso_server.api.auth import PAGE, needs, readable
-from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, Since
+from bso_server.api.requests import ID, LARGEST, Fleet, GroupedBy, Since
 from bso_server.errors import UnauthenticatedError
 from bso_server.service.pages import Found, Pages, View, digest
 from bso_server.service.reading import JobReader

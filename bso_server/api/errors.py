@@ -12,7 +12,7 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.openapi.datastructures import ResponseSpec
 
-from bso_server.api.bodies import MAX_BODY_BYTES
+from bso_server.api.requests import MAX_BODY_BYTES
 from bso_server.errors import STATUS_OF, BsoError
 from zeus_plugins.protocol import ErrorBody, FieldError, RefusalReason
 

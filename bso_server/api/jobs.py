@@ -13,7 +13,7 @@ from litestar.params import QueryParameter
 from litestar.response import Stream
 
 from bso_server.api.errors import errors
-from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, JobInPath, Reader, Service, Since
+from bso_server.api.requests import ID, LARGEST, Fleet, GroupedBy, JobInPath, Reader, Service, Since
 from bso_server.service import reading
 from bso_server.service.exports import MEDIA_TYPE
 from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, FleetPage

@@ -12,7 +12,7 @@ from litestar.params import HeaderParameter, JSONBody
 
 from bso_server.api.auth import CallerRequest, needs
 from bso_server.api.errors import BODY, errors
-from bso_server.api.parameters import JobInQuery, Service
+from bso_server.api.requests import JobInQuery, Service
 from bso_server.core.access import Scope
 from zeus_plugins.protocol import (
     CreatedJob,

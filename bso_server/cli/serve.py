@@ -113,7 +113,7 @@ def connections_allowed() -> tuple[int, int]:
 class BoundedProtocol(H11Protocol):
     """uvicorn's protocol on h11, with a deadline for clients, and with room for new clients.
 
-    The application itself ends the wait for a body (`api.bodies.in_time`), under every server program.
+    The application itself ends the wait for a body (`api.requests.in_time`), under every server program.
     """
 
     read_timeout_s = 20.0

@@ -21,7 +21,7 @@ import uvicorn
 from litestar.exceptions import HTTPException
 from litestar.types import Receive
 
-from bso_server.api.bodies import in_time
+from bso_server.api.requests import in_time
 from bso_server.app import create_app
 from bso_server.cli.serve import MOST_HEAD_BYTES, BoundedProtocol, connections_allowed
 from bso_server.settings import Settings
