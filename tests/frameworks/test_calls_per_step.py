@@ -25,7 +25,7 @@ PACKAGE = str(Path(zeus_plugins.__file__).parent)
 # The first few steps of an epoch are counted, and the first thirty of a training are timed.
 STEPS = (35, 38)
 BATCH_SIZE = 4
-OF_A_STEP = {"on_train_batch_end", "on_step_end", "_run_of", "batch_trained", "is_counting", "end_step", "_stepped"}
+OF_A_STEP = {"on_train_batch_end", "on_step_end", "_run_of", "batch_trained", "is_counting", "end_step"}
 
 
 @contextmanager

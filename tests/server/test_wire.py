@@ -258,9 +258,10 @@ class TestEnding:
 
 def test_unknown_routes_and_methods_are_refused(http: httpx.Client) -> None:
     assert_refused(http.get("/nothing"), 404, None)
-    # A client of an earlier version continues without its probe.
-    words = "probes of batch sizes were removed: update zeus-plugins where the training runs"
-    assert_refused(http.put("/trials/probe", json={"job_id": "none"}), 404, None, words)
+    # A client of an earlier version continues without its probe or its measurements.
+    for message in ("probe", "power_profile"):
+        words = "update zeus-plugins where the training runs"
+        assert_refused(http.put(f"/trials/{message}", json={"job_id": "none"}), 404, None, words)
     assert_refused(http.post("/api/import", content=b"{}"), 410, None, "bso-server jobs import FILE")
     assert_refused(http.put("/jobs"), 405, None)
     response = http.put("/report")

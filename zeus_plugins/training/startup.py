@@ -25,6 +25,7 @@ class FirstSteps:
         self._clock = clock
         self._ends_s = [clock()]
         self._optimizer: object = None
+        self._count = 0
         torch = sys.modules.get("torch.optim.optimizer")
         self._hook = None if torch is None else torch.register_optimizer_step_post_hook(self._stepped)
 
@@ -45,5 +46,10 @@ class FirstSteps:
 
     def _stepped(self, optimizer: object, *_: Any) -> None:
         self._optimizer = self._optimizer or optimizer
-        if optimizer is self._optimizer and len(self._ends_s) <= _FIRST_STEPS + _LATER_STEPS:
+        if optimizer is self._optimizer:
             self._ends_s.append(self._clock())
+        self._count += 1
+        if self._count == _FIRST_STEPS + _LATER_STEPS and self._hook is not None:
+            # Torch is iterating over its hooks, so that none may be removed now. `"".format` takes any arguments and
+            # does nothing, without a call of Python in each step.
+            self._hook.hooks_dict_ref()[self._hook.id] = "".format
